@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flows.ensuring import begin_run, ensure
+    from flows.ensure_task import begin_run, ensure
 
 __all__ = ["begin_run", "ensure"]
 
@@ -25,7 +25,7 @@ __all__ = ["begin_run", "ensure"]
 def __getattr__(name: str) -> Any:
     """Stages as tasks of your own flow: imported on first use, as they import Prefect."""
     if name in __all__:
-        from flows import ensuring
+        from flows import ensure_task
 
-        return getattr(ensuring, name)
+        return getattr(ensure_task, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

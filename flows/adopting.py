@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 import yaml
 
-from infra.foreign.exports import copy, link, missing_in, model_files, open_file
-from infra.foreign.sightings import Sighting, choose, prove, sight
+from infra.external.detection import DetectedCheckpoint, choose, job_status, prove
+from infra.external.exports import copy, link, missing_in, model_files, open_file
 from infra.host.processes import ProcessId
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
-from infra.store.stage_records import Claim
+from infra.store.stage_records import StageClaim
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
@@ -33,7 +33,13 @@ from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.recipes import find_recipe
-from refiner_core.contract.records import RECORD_VERSION, Outcome, OutputFile, StageResult, picked
+from refiner_core.contract.records import (
+    RECORD_VERSION,
+    AttemptOutcome,
+    OutputFile,
+    StageResult,
+    picked,
+)
 
 #: Version of the JSON that `adopt --json` prints.
 OUTPUT_VERSION = 1
@@ -94,7 +100,7 @@ def adopt_run(
     """
     place = Path(folder).expanduser().absolute()
     _refuse_ours(place)
-    found = prove(sight(place), step)
+    found = prove(job_status(place), step)
     chosen = None if dry_run and not any(s.usable for s in found) else choose(found, step)
     given = {key: value for key, _, value in (o.partition("=") for o in overrides)}
     root = given.get("workspace", RecipeConfig.workspace)
@@ -148,7 +154,7 @@ def _refuse_ours(place: Path) -> None:
         )
 
 
-def _checkpoint_json(found: Sighting, place: Path) -> dict[str, Any]:
+def _checkpoint_json(found: DetectedCheckpoint, place: Path) -> dict[str, Any]:
     return {
         **picked(found, "step", "layout", "bytes", "usable", "note"),
         **{"path": found.path.relative_to(place).as_posix(), "complete": not found.damage},
@@ -185,7 +191,11 @@ def _recipe_fields(
 
 
 def _adopt(
-    workspace: Workspace, checkpoint: Sighting, how: How, companions: Path | None, base_model: str
+    workspace: Workspace,
+    checkpoint: DetectedCheckpoint,
+    how: How,
+    companions: Path | None,
+    base_model: str,
 ) -> tuple[str, dict[str, Any]]:
     """Record a checkpoint as the result of a `command` stage; returns its digest, and its part of
     ``adopt --json``: ``new`` is False if it existed already.
@@ -223,7 +233,7 @@ def _record(
     report: dict[str, Any],
 ) -> Path:
     number = max(workspace.layout.stage(stage.id).attempt_numbers(), default=0)
-    claim = Claim(str(ProcessId.of()), "local", number)
+    claim = StageClaim(str(ProcessId.of()), "local", number)
     attempt = workspace.claim_attempt(stage, config, {}, claim)
     token = {"process": str(ProcessId.of()), "started_at": now_text()}
     if attempt is None or not workspace.start_attempt(stage.id, attempt.number, token):
@@ -250,10 +260,12 @@ def _record(
     except BaseException:
         shutil.rmtree(output, ignore_errors=True)
         workspace.close_attempt(
-            stage.id, attempt.number, Outcome("interrupted", "resume", "adopting did not finish")
+            stage.id,
+            attempt.number,
+            AttemptOutcome("interrupted", "resume", "adopting did not finish"),
         )
         raise
-    workspace.close_attempt(stage.id, attempt.number, Outcome("none", "finish", "adopted"))
+    workspace.close_attempt(stage.id, attempt.number, AttemptOutcome("none", "finish", "adopted"))
     return output
 
 

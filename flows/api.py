@@ -26,6 +26,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from flows.former import API_NAMES
+
 _OURS = ("flows.", "infra.", "refiner_core.")
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from flows.cards.inspection import check_card, show_card
     from flows.certify.node import certificate_json, certify_node
     from flows.checking.sets import (
-        Played,
+        PlayedTask,
         check_environment,
         check_protocol,
         environment_config,
@@ -47,10 +49,10 @@ if TYPE_CHECKING:
         show_protocol,
         show_rubric_set,
     )
-    from flows.diffing.document import diff_runs
+    from flows.diffing.run_diff import diff_runs
     from flows.disk import (
         DiskPlan,
-        Pinned,
+        PinnedStage,
         disk_of_plan,
         disk_report,
         pin_stage,
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
         trials_frame,
     )
     from flows.judges import (
-        Stopped,
+        StoppedServers,
         ask_judge,
         list_judge_servers,
         measure_judge,
@@ -91,19 +93,19 @@ if TYPE_CHECKING:
     from flows.notifying.sender import notify_settings, try_channels
     from flows.plans import (
         OUTPUT_VERSION,
-        Explained,
+        StageExplanation,
         explain_stage,
         forecast,
         list_recipes,
         plan_json,
     )
-    from flows.proving.planning import plan_resume_proofs
+    from flows.proving.proof_plan import plan_resume_proofs
     from flows.proving.runs import prove_resume
     from flows.publishing.by_hand import begin_publication, plan_publication, publish_checkpoints
     from flows.reporting.run.report import report_of_run, report_run
     from flows.reporting.writing import make_sweep_report, report_sweep
-    from flows.rescoring.planning import plan_rescoring
-    from flows.rescoring.results import Rescored, rescore
+    from flows.rescoring.rescore import RescoreResult, rescore
+    from flows.rescoring.rescore_plan import plan_rescoring
     from flows.running.background import detach_run
     from flows.running.calls import (
         RunOutcome,
@@ -117,13 +119,13 @@ if TYPE_CHECKING:
         work_on,
     )
     from flows.running.cancelling import cancel_run
+    from flows.running.foreground import LaunchOptions
     from flows.running.logs import find_log, follow_log, read_log
-    from flows.running.showing import Launch
     from flows.running.status import KnownRun, list_runs, status_of_run, watch_run
     from flows.serving import deploy, serve
-    from flows.starting.completing import Candidate, candidates
+    from flows.starting.completion import Candidate, candidates
     from flows.starting.fields import ExplainedFields, explain_fields
-    from flows.starting.folder import Begun, init_folder
+    from flows.starting.folder import InitFolder, init_folder
     from flows.sweeping.launching import (
         SweepOutcome,
         begin_sweep,
@@ -141,7 +143,7 @@ if TYPE_CHECKING:
         make_sweep_plan,
     )
     from flows.sweeping.status import status_of_sweep, watch_sweep
-    from flows.tracking import Synced, sync_tracking
+    from flows.tracking import SyncResult, sync_tracking
     from flows.why.explanation import explain_number, find_numbers
     from infra.prefect_server import server_status as prefect_server_status
     from infra.prefect_server import stop_server as stop_prefect_server
@@ -157,7 +159,6 @@ _MODULES = {
     for alias in node.names
 }
 #: Former names: their successors take the workspace by name.
-_FORMER = {"deploy_nightly": "deploy", "rescore_share": "rescore", "serve_nightly": "serve"}
 #: Functions whose rows were objects and are mappings now.
 _ROWS = (
     *("diff_runs", "explain_number", "make_sweep_report", "report_of_run"),
@@ -196,9 +197,9 @@ def _as_before(function: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     """The function or type of that name; imports its module on first use."""
-    if name in _FORMER:
-        warnings.warn(f"{name} is {_FORMER[name]} now", DeprecationWarning, stacklevel=2)
-        name = _FORMER[name]
+    if name in API_NAMES:
+        warnings.warn(f"{name} is {API_NAMES[name]} now", DeprecationWarning, stacklevel=2)
+        name = API_NAMES[name]
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, called = _MODULES[name]

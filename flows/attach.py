@@ -54,7 +54,7 @@ class _Attach:
 
     def __init__(self, output: int, workspace: str, call: str) -> None:
         self._output, self._call = output, call
-        self._room = Workspace.read_only(workspace)
+        self._space = Workspace.read_only(workspace)
         self._over = threading.Event()
 
     def run(self) -> int:
@@ -84,7 +84,7 @@ class _Attach:
         from prefect.exceptions import Pause  # Prefect reads its settings when it is imported
         from prefect.flow_engine import run_flow
 
-        from flows.flow_runs import begun_in_terminal
+        from flows.flow_runs import started_in_terminal
         from flows.pipeline import pipeline
         from flows.sweep import sweep
         from flows.terminal_runs import flow_run_of
@@ -94,17 +94,17 @@ class _Attach:
         found, followed = flow_run_of(flow, parameters)
         self._tell(flow_run=str(found.id))
         if not followed:
-            with begun_in_terminal(), contextlib.suppress(Pause):
+            with started_in_terminal(), contextlib.suppress(Pause):
                 run_flow(flow, flow_run=found, parameters=parameters, return_type="state")
 
     def _parameters(self) -> dict[str, Any]:
         """Parameters of the flow run, so that a retry of it continues the call."""
-        root = str(self._room.root)
+        root = str(self._space.root)
         if is_sweep(self._call):
-            record = read_sweep(self._room, self._call.partition(":")[2])
+            record = read_sweep(self._space, self._call.partition(":")[2])
             which = {"sweep": record.name, "run": record.name}
             return {**which, "workspace": root, "folder": record.folder}
-        run = self._room.read_run(self._call)
+        run = self._space.read_run(self._call)
         folder = str(run.provenance.get("folder") or Path.cwd())
         what = {"recipe": run.recipe, "overrides": list(run.overrides)}
         return {**what, "run": run.run, "workspace": root, "folder": folder}
@@ -129,7 +129,7 @@ class _Attach:
             os._exit(4)
         while (
             not server.ours
-            and orchestrator_of(self._room, self._call).works
+            and orchestrator_of(self._space, self._call).works
             and not _answers(server)
         ):
             time.sleep(_LOOK_EVERY_S)

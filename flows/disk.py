@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.running.status import find_run, stage_id_of
-from infra.disk.forecast import Forecast, Knowledge, forecast_disk, size_of_model
-from infra.disk.inventory import Hold, Stock, drop_idle
-from infra.disk.keeper import DiskKeeper
-from infra.disk.reaper import Candidate, plan_reclaim
-from infra.disk.usage import Row, by_run_and_kind, find_caches
+from infra.disk.forecast import Forecast, ForecastInputs, forecast_disk, size_of_model
+from infra.disk.garbage_collection import Candidate, plan_reclaim
+from infra.disk.inventory import Inventory, RetainedCheckpoint, drop_idle
+from infra.disk.manager import DiskManager
+from infra.disk.usage import UsageRow, by_run_and_kind, find_caches
 from infra.store.checkpoints import pin, pins, reclaimed_text, unpin
 from infra.store.layout import Layout
 from infra.store.workspace import Workspace
@@ -45,7 +45,7 @@ def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConf
 class DiskReport(NamedTuple):
     """Use of a workspace by run and kind, and the content of ``refiner disk --json``."""
 
-    rows: list[Row]
+    rows: list[UsageRow]
     json: dict[str, Any]
 
 
@@ -75,17 +75,17 @@ def disk_report(
     """
     from infra.judgements.segments import summarise
 
-    room = Workspace.read_only(workspace)
-    keeper = DiskKeeper(room, disk_config(room, overrides))
-    stock = keeper.stock()
-    runs = {run.run: tuple(run.stages.values()) for run in room.runs()}
-    caches = find_caches(keeper.config.watch_caches)
+    ws = Workspace.read_only(workspace)
+    disk_manager = DiskManager(ws, disk_config(ws, overrides))
+    stock = disk_manager.stock()
+    runs = {run.run: tuple(run.stages.values()) for run in ws.runs()}
+    caches = find_caches(disk_manager.config.watch_caches)
     rows = by_run_and_kind([*stock.items, *caches], runs)
-    left, reserved = keeper.room(fresh=True), keeper.ledger.others()
+    left, reserved = disk_manager.room(fresh=True), disk_manager.ledger.others()
     value = {
-        **{"version": 1, "workspace": str(room.root), "data": str(room.layout.data)},
+        **{"version": 1, "workspace": str(ws.root), "data": str(ws.layout.data)},
         "room": {key: value for key, value in to_json(left).items() if key != "knows_quota"},
-        "status": keeper.status_line(),
+        "status": disk_manager.status_line(),
         "reservations": [
             {
                 **{"workspace": str(r.workspace), "stage_id": r.ref.stage_id},
@@ -93,13 +93,13 @@ def disk_report(
             }
             for r in reserved
         ],
-        "pins": sorted(pins(room.layout)),
+        "pins": sorted(pins(ws.layout)),
         "use": [
             {"run": row.run or None, "kind": row.kind, **picked(row.size, "bytes", "inodes")}
             for row in rows
         ],
-        "judgements": summarise(room.layout.judgements),
-        "published": _published(room, stock),
+        "judgements": summarise(ws.layout.judgements),
+        "published": _published(ws, stock),
         "holds": [hold_json(h, stock) for h in stock.holds],
         "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
         "caches": [{"path": str(i.path), "bytes": i.size.bytes} for i in caches],
@@ -113,7 +113,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
     return {"kind": candidate.rank.name.lower(), "path": str(candidate.path), **said}
 
 
-def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
+def _published(workspace: Workspace, stock: Inventory) -> list[dict[str, Any]]:
     """Recorded publications, and whether their weights are still in the workspace."""
     found = []
     for stage_id, copies in sorted(stock.copies.items()):
@@ -131,19 +131,19 @@ def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
     return found
 
 
-def hold_json(hold: Hold, stock: Stock) -> dict[str, Any]:
+def hold_json(hold: RetainedCheckpoint, stock: Inventory) -> dict[str, Any]:
     """A checkpoint held for a waiting stage, and whether the wait is in vain."""
     sizes = [i.size.bytes for i in stock.items if (i.stage_id, i.step) == hold[1:3]]
     said = picked(hold, "stage_id", "step", "waiting")
     return {**said, "idle": hold.idle or None, "bytes": sum(sizes)}
 
 
-class Reclaimed(NamedTuple):
+class ReclaimResult(NamedTuple):
     """Result of reclaiming, done or not: released holds on checkpoints, candidates, deleted paths
     with their sizes, and the free space now."""
 
-    holds: list[Hold]
-    stock: Stock
+    holds: list[RetainedCheckpoint]
+    stock: Inventory
     candidates: list[Candidate]
     items: tuple[str, ...]
     bytes: int
@@ -157,7 +157,7 @@ def reclaim_disk(
     caches: bool = False,
     judgements: bool = False,
     dry_run: bool = True,
-) -> Reclaimed:
+) -> ReclaimResult:
     """Delete everything that the policy allows.
 
     Parameters
@@ -183,34 +183,34 @@ def reclaim_disk(
     WorkspaceError
         The folder is no workspace, a record is damaged, or another user may have written there.
     """
-    room = Workspace.read_only(workspace)
+    ws = Workspace.read_only(workspace)
     if not dry_run:
-        room.require_trust()
-    keeper = DiskKeeper(room, disk_config(room, overrides))
-    stock = keeper.stock(as_if_dropped=dry_run)
+        ws.require_trust()
+    disk_manager = DiskManager(ws, disk_config(ws, overrides))
+    stock = disk_manager.stock(as_if_dropped=dry_run)
     holds = [h for h in stock.holds if h.idle]
     if not dry_run and holds:
-        holds = drop_idle(room, holds)
-        stock = keeper.stock()
+        holds = drop_idle(ws, holds)
+        stock = disk_manager.stock()
     candidates = plan_reclaim(stock, None, judgements=judgements)
     items: tuple[str, ...] = ()
     freed = 0
     if not dry_run:
         if candidates:
-            done = keeper.carry_out(candidates)
+            done = disk_manager.carry_out(candidates)
             items, freed = tuple(done.items), done.bytes
-        keeper.ledger.sweep()
-    return Reclaimed(holds, stock, candidates, items, freed, keeper.status_line())
+        disk_manager.ledger.sweep()
+    return ReclaimResult(holds, stock, candidates, items, freed, disk_manager.status_line())
 
 
-class Pinned(NamedTuple):
+class PinnedStage(NamedTuple):
     """A stage that is (or is no longer) pinned; ``changed`` is False if it was so before."""
 
     stage_id: str
     changed: bool
 
 
-def pin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> Pinned:
+def pin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> PinnedStage:
     """Keep everything of a stage, even under a reclaim.
 
     Parameters
@@ -233,7 +233,7 @@ def pin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> Pin
     return _marked(stage, workspace, pin)
 
 
-def unpin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> Pinned:
+def unpin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> PinnedStage:
     """Undo :func:`flows.api.pin_stage`.
 
     Parameters
@@ -254,10 +254,10 @@ def unpin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> P
     return _marked(stage, workspace, unpin)
 
 
-def _marked(name: str, workspace: str | Path, mark: Callable[[Layout, str], bool]) -> Pinned:
-    room = Workspace.read_only(workspace)
-    stage_id = stage_id_of(room, name, find_run(room, stage=name))
-    return Pinned(stage_id, mark(room.layout, stage_id))
+def _marked(name: str, workspace: str | Path, mark: Callable[[Layout, str], bool]) -> PinnedStage:
+    ws = Workspace.read_only(workspace)
+    stage_id = stage_id_of(ws, name, find_run(ws, stage=name))
+    return PinnedStage(stage_id, mark(ws.layout, stage_id))
 
 
 # ---------------------------------------------------------------- forecasts
@@ -267,7 +267,7 @@ def _marked(name: str, workspace: str | Path, mark: Callable[[Layout, str], bool
 LESS_ROOM = "`STAGE.keep=1`, `dispatch.max_parallel=1` and `disk.reclaim=true`"
 
 
-class PlannedRoom(NamedTuple):
+class PlannedSpace(NamedTuple):
     """A forecast and the free space; ``limit_bytes`` is the most that there could ever be."""
 
     forecast: Forecast
@@ -288,23 +288,23 @@ class PlannedRoom(NamedTuple):
         return self.limit_bytes is not None and self.forecast.sure_bytes > self.limit_bytes
 
 
-def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
+def planned_space(plans: Sequence[Plan]) -> PlannedSpace:
     """Space that plans (a recipe's, or all trials' of a sweep) need, and the free space."""
     workspace = Workspace.read_only(plans[0].config.workspace)
-    keeper = DiskKeeper(workspace, plans[0].config.disk)
-    forecast = forecast_disk(plans, Knowledge(workspace, size_of_model))
-    now, margin = keeper.room(), int(plans[0].config.disk.margin_gb * 2**30)
-    free = max(0, now.free_bytes - keeper.reserved() - margin)
+    disk_manager = DiskManager(workspace, plans[0].config.disk)
+    forecast = forecast_disk(plans, ForecastInputs(workspace, size_of_model))
+    now, margin = disk_manager.room(), int(plans[0].config.disk.margin_gb * 2**30)
+    free = max(0, now.free_bytes - disk_manager.reserved() - margin)
     most = None if now.limit_bytes is None else now.limit_bytes - margin
     is_short = forecast.needed_bytes > free
-    may_go = sum(c.bytes for c in keeper.candidates()) if is_short else 0
-    return PlannedRoom(forecast, free, may_go, now.source, most)
+    may_go = sum(c.bytes for c in disk_manager.candidates()) if is_short else 0
+    return PlannedSpace(forecast, free, may_go, now.source, most)
 
 
 class DiskPlan(NamedTuple):
     """Disk use of a plan; ``change`` is always None."""
 
-    room: PlannedRoom
+    room: PlannedSpace
     change: None = None
 
 
@@ -328,4 +328,4 @@ def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
     WorkspaceError
         The workspace is not a folder, or has a damaged record.
     """
-    return DiskPlan(planned_room([plan]))
+    return DiskPlan(planned_space([plan]))

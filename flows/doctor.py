@@ -1,8 +1,8 @@
 """`refiner doctor` as a function: checks of this machine, with or without a recipe.
 
-In: a recipe or none, overrides. Out: :class:`~infra.doctor.check.Finding` values. Checks of machine
-and services are in :mod:`infra.doctor`; this module has those that need a recipe: its plan, its
-disk forecast, and its judge.
+In: a recipe or none, overrides. Out: :class:`~infra.doctor.check.CheckResult` values. Checks of
+machine and services are in :mod:`infra.doctor`; this module has those that need a recipe: its plan,
+its disk forecast, and its judge.
 
 >>> from flows.doctor import examine
 >>> [f.what for f in examine(only=("python",)) if f.state == "broken"]
@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from infra.disk.keeper import gib
+from infra.disk.manager import gib
 from infra.doctor import gpu, machine, services, slurm
 from infra.doctor.check import (
     AREAS,
-    Check,
-    Finding,
-    Look,
+    CheckResult,
+    DoctorCheck,
+    SystemInfo,
     absent,
     doubtful,
     fine,
@@ -32,10 +32,10 @@ from infra.doctor.check import (
     run_checks,
 )
 from infra.host.processes import host_name
-from infra.host.secrets import mask_keys_of, masked, shown_override
+from infra.host.secrets import mask_keys_of, masked, masked_override
 from infra.store.provenance import read_certificates, versions
 from infra.store.workspace import Workspace
-from infra.tracking import shown_address
+from infra.tracking import masked_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, no_such
 from refiner_core.contract.loading import apply_overrides, load_recipe
@@ -58,7 +58,7 @@ def examine(
     wait_s: float = JOB_WAIT_S,
     limit_s: float | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Check this machine; changes nothing.
 
     Parameters
@@ -92,25 +92,27 @@ def examine(
     )
     mask_keys_of(config)
     plan, refusal = _planned(recipe, overrides) if recipe else (None, None)
-    words = shlex.join([*([recipe] if recipe else []), *map(shown_override, overrides)])
+    words = shlex.join([*([recipe] if recipe else []), *map(masked_override, overrides)])
     stages = tuple(plan.stages) if plan else ()
-    look = Look(config, words if recipe else "", words, stages, offline)
+    info = SystemInfo(config, words if recipe else "", words, stages, offline)
     areas = (machine, gpu, slurm, services)
     checks = [check for area in areas for check in area.CHECKS]
-    checks += _recipe_checks(plan, refusal, look)
+    checks += _recipe_checks(plan, refusal, info)
     if job:
-        checks.append(_job_check(look, wait_s))
+        checks.append(_job_check(info, wait_s))
     chosen = [c for c in checks if not only or c.area in only or (job and c.area == "node")]
-    found = run_checks(chosen, look, limit_s=limit_s, tell=tell)
-    return [replace(f, what=masked(f.what), mend=masked(f.mend), why=masked(f.why)) for f in found]
+    found = run_checks(chosen, info, limit_s=limit_s, tell=tell)
+    return [replace(f, what=masked(f.what), fix=masked(f.fix), why=masked(f.why)) for f in found]
 
 
-def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
+def findings_json(findings: Sequence[CheckResult]) -> dict[str, Any]:
     """Findings as JSON. ``works`` is False if a requested check found an error."""
     return {
         "version": 1,
         "works": all(f.ok for f in findings),
-        "findings": [asdict(f) for f in findings],
+        "findings": [
+            {**asdict(f), "mend": f.fix} for f in findings
+        ],  # `mend` is the former name of `fix`
     }
 
 
@@ -126,10 +128,10 @@ def _planned(recipe: str, overrides: Sequence[str]) -> tuple[Plan | None, Refine
     return plan, None
 
 
-def _job_check(look: Look, wait_s: float) -> Check:
+def _job_check(info: SystemInfo, wait_s: float) -> DoctorCheck:
     from infra.doctor.node import node_check
 
-    if not look.on_slurm:
+    if not info.on_slurm:
         raise ConfigurationError(
             "--job checks a compute node, and jobs run on this machine (dispatch.executor=local).",
             expected="a recipe, or overrides, that name Slurm and your cluster's profile",
@@ -141,34 +143,40 @@ def _job_check(look: Look, wait_s: float) -> Check:
 # ---------------------------------------------------------------- checks of the recipe
 
 
-def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) -> list[Check]:
+def _recipe_checks(
+    plan: Plan | None, refusal: RefinerError | None, info: SystemInfo
+) -> list[DoctorCheck]:
     checks = [
-        Check(
+        DoctorCheck(
             *("judge", "judge", _judge),
             limit_s=_JUDGE_S,
             needed=lambda x: x.recipe and asks_judge(x.config) and x.config.judge.kind == "openai",
             hung="curl --max-time 10 JUDGE/models",
         ),
     ]
-    checks.append(Check("gpu", "certificate", _certificate, limit_s=20))
-    if look.recipe:
+    checks.append(DoctorCheck("gpu", "certificate", _certificate, limit_s=20))
+    if info.recipe:
         checks.append(
-            Check("recipe", "plan", lambda _: _plan(plan, refusal, look), needed=lambda _: True)
+            DoctorCheck(
+                "recipe", "plan", lambda _: _plan(plan, refusal, info), needed=lambda _: True
+            )
         )
     if plan is not None:
-        checks.append(Check("workspace", "forecast", lambda _: _forecast(plan, look), limit_s=60))
+        checks.append(
+            DoctorCheck("workspace", "forecast", lambda _: _forecast(plan, info), limit_s=60)
+        )
     return checks
 
 
-def _certificate(look: Look) -> Iterator[Finding]:
+def _certificate(info: SystemInfo) -> Iterator[CheckResult]:
     """The certificate of this node: failed checks, and changes since."""
-    mend = shlex.join(["refiner", "certify", f"workspace={look.workspace}"])
-    known = read_certificates(Workspace.read_only(look.workspace))
+    fix = shlex.join(["refiner", "certify", f"workspace={info.workspace}"])
+    known = read_certificates(Workspace.read_only(info.workspace))
     made = next((c for c in known if c.host.get("name") == host_name()), None)
     if made is None:
-        if look.gpus or shutil.which("nvidia-smi"):
+        if info.gpus or shutil.which("nvidia-smi"):
             what = "this node has none: its GPUs were not tested"
-            yield found("missing", what, mend, "trust in numbers")
+            yield found("missing", what, fix, "trust in numbers")
         return
     now, counts = versions(), [f"{made.count(v)} {v}" for v in ("pass", "fail", "absent")]
     changed = [
@@ -178,15 +186,17 @@ def _certificate(look: Look) -> Iterator[Finding]:
     ]
     failed = [f"failed: {check.name}" for check in made.checks if check.verdict == "fail"]
     what = "; ".join([f"certified on {made.made_at[:10]}: {', '.join(counts)}", *changed, *failed])
-    outdated = found("warning", what, mend, "it no longer describes this node")
+    outdated = found("warning", what, fix, "it no longer describes this node")
     yield outdated if changed or failed else fine(what)
 
 
-def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterator[Finding]:
+def _plan(
+    plan: Plan | None, refusal: RefinerError | None, info: SystemInfo
+) -> Iterator[CheckResult]:
     if refusal is not None:
         proposed = _SETTING.search(refusal.fix)  # the first `key=value`
-        mend = f"refiner doctor {look.recipe}" + (f" {proposed[0]}" if proposed else "")
-        yield found("broken", refusal.what, mend, refusal.fix)
+        fix = f"refiner doctor {info.recipe}" + (f" {proposed[0]}" if proposed else "")
+        yield found("broken", refusal.what, fix, refusal.fix)
         return
     assert plan is not None
     from flows.checking.resources import planning_notes
@@ -194,13 +204,13 @@ def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterat
     names = ", ".join(s.name for s in plan.stages)
     yield fine(f"{plan.recipe}: {len(plan.stages)} stages ({names})")
     for note in planning_notes(plan):
-        yield found("warning", note, f"refiner plan {look.recipe}", name="note")
+        yield found("warning", note, f"refiner plan {info.recipe}", name="note")
 
 
-def _forecast(plan: Plan, look: Look) -> Finding:
-    from flows.disk import planned_room
+def _forecast(plan: Plan, info: SystemInfo) -> CheckResult:
+    from flows.disk import planned_space
 
-    room = planned_room([plan])
+    room = planned_space([plan])
     needed, free = room.forecast.needed_bytes, room.free_bytes
     what = f"takes up to {gib(needed)}; {gib(free)} are free"
     if room.forecast.unknown:
@@ -208,54 +218,54 @@ def _forecast(plan: Plan, look: Look) -> Finding:
     if not room.forecast.stages:
         what = f"nothing is left to write; {gib(free)} are free"
     why = "the run pauses when the disk is full, and continues when there is space"
-    mend = f"refiner plan {look.recipe} --disk"
-    return fine(what) if room.fits else found("warning", what, mend, why)
+    fix = f"refiner plan {info.recipe} --disk"
+    return fine(what) if room.fits else found("warning", what, fix, why)
 
 
 # ---------------------------------------------------------------- the judge
 
 
-def _judge(look: Look) -> Iterator[Finding]:
+def _judge(info: SystemInfo) -> Iterator[CheckResult]:
     """Ask a real question of each kind, as `refiner judge ask` does."""
-    judge = look.config.judge
-    if look.recipe and not asks_judge(look.config):
+    judge = info.config.judge
+    if info.recipe and not asks_judge(info.config):
         return
     if judge.kind == "lexical":
         yield fine(f"{judge.model}: word overlap, needs no server")
         return
     if judge.base_url or judge.base_urls:
-        yield _answer(look, judge)
+        yield _answer(info, judge)
     elif serves(judge):
         served = f"{judge.model} is served by refiner itself ({judge.serve.engine})"
         yield fine(f"{served}; its environment is checked under vllm")
     else:
         yield found(
-            absent(look.recipe),
+            absent(info.recipe),
             f"{judge.model} has no address",
-            f"{look.command('run')} judge.base_url=http://HOST:8000/v1",
+            f"{info.command('run')} judge.base_url=http://HOST:8000/v1",
             "rubrics and citations are scored by it",
         )
 
 
-def _answer(look: Look, judge: JudgeConfig) -> Finding:
-    from flows.judges import KINDS, ask_in_turn, examples
+def _answer(info: SystemInfo, judge: JudgeConfig) -> CheckResult:
+    from flows.judges import KINDS, ask_each, examples
     from infra.store.workspace import Workspace
 
-    address = shown_address(judge.base_url or judge.base_urls[0])
-    mend = f"curl --max-time 10 {shlex.quote(address)}/models"
+    address = masked_address(judge.base_url or judge.base_urls[0])
+    fix = f"curl --max-time 10 {shlex.quote(address)}/models"
     try:
-        workspace = Workspace.read_only(look.workspace)
+        workspace = Workspace.read_only(info.workspace)
         # An environment asks only about assertions.
-        kinds = KINDS[:1] if look.config.environment.name else KINDS
-        asked = ask_in_turn(workspace, judge, examples(kinds))
+        kinds = KINDS[:1] if info.config.environment.name else KINDS
+        asked = ask_each(workspace, judge, examples(kinds))
     except RefinerError as error:
-        return found(doubtful(look.recipe), error.what, mend, error.fix)
+        return found(doubtful(info.recipe), error.what, fix, error.fix)
     what = f"{asked.judge} answered in {asked.seconds:.2f} s; schema {asked.schema}"
     if asked.judgement.status == "scored":
         return fine(what)
     return found(
-        doubtful(look.recipe),
+        doubtful(info.recipe),
         f"{what}, but gave no score to {asked.request.kind}: {asked.judgement.detail}",
-        mend,
+        fix,
         "a judgement without a score removes its rollout from the loss",
     )

@@ -50,9 +50,9 @@ from flows.artifacts import (
     inert,
     markdown_table,
 )
-from flows.running.background import Detached, detach_run
+from flows.running.background import BackgroundProcess, detach_run
 from flows.running.following import Follower, Node, SweepFollower, inputs_of, new_lines
-from flows.running.showing import Launch
+from flows.running.foreground import LaunchOptions
 from infra.host.processes import ProcessId
 from infra.orchestrator.timeline import Incident, run_incidents
 from infra.store.layout import is_sweep, sweep_call
@@ -79,7 +79,7 @@ LAST_LINE_S = 5.0
 FOLLOWER = "refiner.follower"
 #: Prefix of events other than those of stages: `refiner.short`, `refiner.incident` and so on.
 _EVENTS = "refiner"
-_begun_in_terminal: ContextVar[bool] = ContextVar("begun_in_terminal", default=False)
+_started_in_terminal: ContextVar[bool] = ContextVar("begun_in_terminal", default=False)
 
 
 #: Waits for a while, or until a stage has ended; its view then, and whether it is the last one.
@@ -194,7 +194,7 @@ def warned(log: Any, what: str) -> Iterator[None]:
         log.warning("%s is not shown: %s", what, error)
 
 
-def shown_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
+def observing_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorator for a flow that shows a call."""
     runner = ThreadPoolTaskRunner(max_workers=MOST_TASKS)
     made: Callable[[Callable[..., Any]], Any]
@@ -203,7 +203,7 @@ def shown_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """A recorded run or sweep: its name, the id of its records, and a reader of its events."""
 
     room: Workspace
@@ -216,12 +216,12 @@ class Call:
         """``run`` or ``sweep``."""
         return "sweep" if is_sweep(self.id) else "run"
 
-    def start(self) -> Detached:
+    def start(self) -> BackgroundProcess:
         """Start a background process that works on it."""
         if is_sweep(self.id):
             from flows.sweeping.launching import detach_sweep
 
-            return detach_sweep(self.name, self.room.root, launch=Launch(use_server=False))
+            return detach_sweep(self.name, self.room.root, launch=LaunchOptions(use_server=False))
         return detach_run(self.room.read_run(self.id), self.room.root, use_server=False)
 
     def end(self, how: Literal["cancel", "suspend"]) -> None:
@@ -229,41 +229,41 @@ class Call:
         from flows.running.cancelling import cancel_run, waiting_stages
         from flows.sweeping.launching import cancel_sweep, suspend_sweep
 
-        room, name = self.room, self.name
+        ws, name = self.room, self.name
         if is_sweep(self.id):
             if how == "cancel":
-                cancel_sweep(name, room.root, wait_s=0)
+                cancel_sweep(name, ws.root, wait_s=0)
             else:
-                suspend_sweep(room, name)
+                suspend_sweep(ws, name)
             return
-        stages = waiting_stages(room, room.read_run(name)) if how == "suspend" else []
+        stages = waiting_stages(ws, ws.read_run(name)) if how == "suspend" else []
         if stages or how == "cancel":
-            cancel_run(name, stages, room.root, wait_s=0)
+            cancel_run(name, stages, ws.root, wait_s=0)
 
     @staticmethod
-    def of_run(room: Workspace, run: str) -> Call:
+    def of_run(ws: Workspace, run: str) -> RecordedCall:
         """A recorded run."""
-        record = room.read_run(run)
-        return Call(room, record.run, record.run, Follower(room, record.run, record.stages))
+        record = ws.read_run(run)
+        return RecordedCall(ws, record.run, record.run, Follower(ws, record.run, record.stages))
 
     @staticmethod
-    def of_sweep(room: Workspace, name: str) -> Call:
+    def of_sweep(ws: Workspace, name: str) -> RecordedCall:
         """The newest version of a recorded sweep."""
-        record = read_sweep(room, name)
-        return Call(room, record.name, sweep_call(record.name), SweepFollower(room, record))
+        record = read_sweep(ws, name)
+        return RecordedCall(ws, record.name, sweep_call(record.name), SweepFollower(ws, record))
 
 
 @contextlib.contextmanager
-def begun_in_terminal() -> Iterator[None]:
+def started_in_terminal() -> Iterator[None]:
     """Let flow runs inside follow a call of a terminal: they start no orchestrator."""
-    token = _begun_in_terminal.set(True)
+    token = _started_in_terminal.set(True)
     try:
         yield
     finally:
-        _begun_in_terminal.reset(token)
+        _started_in_terminal.reset(token)
 
 
-def carry_out(title: str, folder: str, begin: Callable[[], Call]) -> State[Any]:
+def carry_out(title: str, folder: str, begin: Callable[[], RecordedCall]) -> State[Any]:
     """Begin or find the call, start an orchestrator if none is running, and follow it to its end.
 
     Parameters
@@ -282,10 +282,10 @@ def carry_out(title: str, folder: str, begin: Callable[[], Call]) -> State[Any]:
             _start(call)
     except (RefinerError, OSError) as error:
         return Failed(message=str(error))
-    return _Follow(call).to_the_end()
+    return _FlowRun(call).to_the_end()
 
 
-def _name_run(title: str, call: Call) -> None:
+def _name_run(title: str, call: RecordedCall) -> None:
     """Make the call's id a parameter of the flow run, so that a retry continues it, and label the
     flow run with this process, so that others can tell whether it is still followed."""
     tags = {*this_run.tags, f"{call.noun}:{call.name}"}
@@ -297,9 +297,9 @@ def _name_run(title: str, call: Call) -> None:
         client.update_flow_run_labels(run_id, {FOLLOWER: str(ProcessId.of())})
 
 
-def _start(call: Call) -> None:
+def _start(call: RecordedCall) -> None:
     """Start an orchestrator for the call in its own process, if none is running."""
-    if _begun_in_terminal.get() or orchestrator_of(call.room, call.id).works:
+    if _started_in_terminal.get() or orchestrator_of(call.room, call.id).works:
         return
     try:
         left = call.start()
@@ -315,10 +315,10 @@ def _start(call: Call) -> None:
         )
 
 
-class _Follow:
+class _FlowRun:
     """Follows one call in one flow run."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: RecordedCall) -> None:
         self._call, self._noun = call, call.noun
         self._follower = call.follower
         self._views: Mapping[str, StageView] = {}
@@ -335,7 +335,7 @@ class _Follow:
         try:
             lost = self._until_over()
         except TerminationSignal:
-            self._wish("cancel")
+            self._request("cancel")
             self._wait_for_saves()
             raise
         finally:
@@ -368,7 +368,7 @@ class _Follow:
                 if unread != str(error):
                     unread = str(error)
                     self._log.warning("The status of the stages cannot be read: %s", error)
-                self._hear()
+                self._receive()
                 time.sleep(_LOOK_S)
                 continue
             self._views = views
@@ -383,22 +383,22 @@ class _Follow:
                 if who.standing == "ended":
                     return ""
                 return f"The orchestrator ({who.where}) was killed, or its node was restarted."
-            self._hear()
+            self._receive()
             time.sleep(_LOOK_S)
 
     # ------------------------------------------------------------ requests
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Check for a request to cancel or suspend this flow run."""
         state = flow_run_state(self._run_id)
         if state is None:
             return
         if state.is_cancelling() or state.is_cancelled():
-            self._wish("cancel")
+            self._request("cancel")
         elif state.is_paused():
-            self._wish("suspend")
+            self._request("suspend")
 
-    def _wish(self, what: Literal["cancel", "suspend"]) -> None:
+    def _request(self, what: Literal["cancel", "suspend"]) -> None:
         """Record the request, once."""
         if self._ends in (what, "cancel"):
             return
@@ -431,7 +431,7 @@ class _Follow:
             for name in self._call.follower.nodes:
                 self._submit(name, views)
         with warned(self._log, "other events"):
-            self._tell_news()
+            self._emit_events()
 
     def _submit(self, name: str, views: Mapping[str, StageView]) -> None:
         """Submit a task run after those of its inputs, if the stage has begun and has none yet."""
@@ -458,16 +458,16 @@ class _Follow:
             time.sleep(_GLANCE_S)
         return self._views[name], self._closed
 
-    def _tell_news(self) -> None:
-        news = self._follower.news()
-        for event in news:
+    def _emit_events(self) -> None:
+        new_events = self._follower.new_events()
+        for event in new_events:
             self._emit(str(event["event"]), event, of=_EVENTS)
-        if news and not is_sweep(self._call.id):
-            self._tell_incidents()
+        if new_events and not is_sweep(self._call.id):
+            self._show_incidents()
 
-    def _tell_incidents(self) -> None:
-        room = self._call.room
-        found = run_incidents(room, room.read_run(self._call.id))
+    def _show_incidents(self) -> None:
+        ws = self._call.room
+        found = run_incidents(ws, ws.read_run(self._call.id))
         known = {incident.key for incident in self._incidents}
         for incident in found:
             if incident.key not in known:

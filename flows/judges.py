@@ -2,7 +2,7 @@
 
 In: a workspace, a run or none, overrides of `judge` and `reward`. Out: a
 :data:`~refiner_core.judge_report.build.Report`, and ``report.md`` with ``report.json``; or an
-:class:`_Asked`. The store of judgements is not used: stored answers would repeat forever.
+:class:`_JudgeReply`. The store of judgements is not used: stored answers would repeat forever.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from refiner_core.contract.types import Judge, Judgement, JudgeRequest, JudgeUsa
 from refiner_core.judge_report.build import Report, judge_report, markdown, report_json
 from refiner_core.judge_report.material import Material, run_material, shipped_material
 from refiner_core.judges import build_judge
-from refiner_core.judges.surroundings import MemoryStore, Surroundings, usage_of, usage_to_json
+from refiner_core.judges.context import JudgeContext, MemoryStore, usage_of, usage_to_json
 
 if TYPE_CHECKING:
-    from flows.rescoring.reading import Policy
+    from flows.rescoring.reading import SampledPolicy
 
 
 #: Default number of questions of a run, and of answers to each.
@@ -52,7 +52,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 REPORT, TEXT = "report.json", "report.md"
 
 
-class _Made(NamedTuple):
+class _NamedReport(NamedTuple):
     """A report and its name: the same question to the same judge has the same name."""
 
     name: str
@@ -68,7 +68,7 @@ def measure_judge(
     sample: int | None = None,
     repeats: int = 3,
     tell: Callable[[str, int], None] = lambda what, count: None,
-) -> _Made:
+) -> _NamedReport:
     """Measure a judge: repeatability, agreement, bias, hostile answers, cost. Writes nothing.
 
     Parameters
@@ -102,10 +102,10 @@ def measure_judge(
     WorkspaceError
         The records of the run may have been written by another user.
     """
-    room = Workspace.read_only(workspace)
+    ws = Workspace.read_only(workspace)
     if run is not None:
-        room.require_trust()  # its record names the judge, and the key that it gets
-        config, material = _material_of_run(room, run, overrides, sample or QUESTIONS)
+        ws.require_trust()  # its record names the judge, and the key that it gets
+        config, material = _material_of_run(ws, run, overrides, sample or QUESTIONS)
     else:
         config, material = _checked(RecipeConfig(), overrides), shipped_material(sample)
     other = _checked(config, against).judge if against else None
@@ -113,7 +113,7 @@ def measure_judge(
 
         @functools.cache
         def endpoints(judge: JudgeConfig) -> Endpoints | None:
-            return servers.enter_context(endpoints_by_hand(room, judge))
+            return servers.enter_context(endpoints_by_hand(ws, judge))
 
         report = judge_report(
             material,
@@ -124,7 +124,7 @@ def measure_judge(
             told=tell,
         )
     identity = canonical_json([*map(report.get, ("judge", "against", "material")), repeats])
-    return _Made(hashlib.sha256(identity.encode()).hexdigest()[:12], report)
+    return _NamedReport(hashlib.sha256(identity.encode()).hexdigest()[:12], report)
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -143,13 +143,15 @@ def _material_of_run(
 ) -> tuple[RecipeConfig, Material]:
     """Configuration of the judge, and samples of evaluations, which no training has seen; else
     rollouts of the last step."""
-    from flows.rescoring.reading import Part, read_policies
+    from flows.rescoring.reading import RolloutSelection, read_policies
 
     run = required_run(workspace, wanted, "a run to measure on")
     try:
-        policies = read_policies(workspace, [run], Part(source="evaluation"))
+        policies = read_policies(workspace, [run], RolloutSelection(source="evaluation"))
     except ConfigurationError:
-        policies = read_policies(workspace, [run], Part(source="rollouts", steps="last:1"))
+        policies = read_policies(
+            workspace, [run], RolloutSelection(source="rollouts", steps="last:1")
+        )
     config = _checked(policies[0].config, overrides)
     answers = _answers(policies, questions)
     material = run_material(f"answers of run {run.run}", answers, config.reward)
@@ -162,7 +164,7 @@ def _material_of_run(
     return config, material
 
 
-def _answers(policies: Sequence[Policy], questions: int) -> Iterable[tuple[PromptRow, str]]:
+def _answers(policies: Sequence[SampledPolicy], questions: int) -> Iterable[tuple[PromptRow, str]]:
     """Different answers to each of the first questions, ordered by a digest of their id: a
     reproducible draw."""
     found: dict[str, dict[str, PromptRow]] = {}
@@ -191,7 +193,7 @@ def _judge(
     """A judge without stored judgements. With ``alone`` it is made for one question: a server that
     does not answer that one counts as gone."""
     config = replace(config, outage_patience_s=min(config.outage_patience_s, patience_s))
-    around = Surroundings(store=MemoryStore(), endpoints=endpoints)
+    around = JudgeContext(store=MemoryStore(), endpoints=endpoints)
     if not alone or config.kind == "lexical":
         return build_judge(config, around)
     from refiner_core.http.fleet import BreakerSettings
@@ -203,7 +205,7 @@ def _judge(
 # ---------------------------------------------------------------- one question
 
 
-class _Asked(NamedTuple):
+class _JudgeReply(NamedTuple):
     """One question. ``usage`` is None for a judge without a server; ``schema`` tells whether the
     server accepted the schema of the reply."""
 
@@ -229,7 +231,7 @@ def ask_judge(
     question: str | None = None,
     answer: str | None = None,
     criterion: str | None = None,
-) -> _Asked:
+) -> _JudgeReply:
     """Ask a judge one question.
 
     Parameters
@@ -261,16 +263,16 @@ def ask_judge(
     if any(part is not None for part in (question, answer, criterion)):
         kind = kind or "rubric"
         request = JudgeRequest(kind, question or "", answer or "", criterion or "")
-        _require_said(request)
+        _require_recorded(request)
         if kind == "citation_needed" and not criterion:  # then the passage is the whole answer
             request = replace(request, reference=request.text)
         requests = [request]
-    return ask_in_turn(Workspace.read_only(workspace), config, requests)
+    return ask_each(Workspace.read_only(workspace), config, requests)
 
 
-def ask_in_turn(
+def ask_each(
     workspace: Workspace, config: JudgeConfig, requests: Sequence[JudgeRequest]
-) -> _Asked:
+) -> _JudgeReply:
     """Ask the judge of a configuration; returns the first question without a judgement, else the
     first of all. Errors as of :func:`ask_judge`."""
     # A server that does not answer the first question counts as gone.
@@ -288,7 +290,7 @@ def ask_in_turn(
     named = config.model if config.kind == "lexical" else f"{config.model} ({config.form})"
     shown = found[-1] if found[-1][1].status != "scored" else found[0]
     request, judgement, seconds = shown
-    return _Asked(request, judgement, named, seconds, usage, _schema_taken(config, usage))
+    return _JudgeReply(request, judgement, named, seconds, usage, _schema_accepted(config, usage))
 
 
 def examples(kinds: Sequence[Kind] = KINDS) -> list[JudgeRequest]:
@@ -297,7 +299,7 @@ def examples(kinds: Sequence[Kind] = KINDS) -> list[JudgeRequest]:
     return [next(request for request in known if request.kind == kind) for kind in kinds]
 
 
-def _require_said(request: JudgeRequest) -> None:
+def _require_recorded(request: JudgeRequest) -> None:
     needs = {"--answer": request.text}
     if request.kind != "citation_needed":
         needs["--criterion"] = request.reference
@@ -311,7 +313,7 @@ def _require_said(request: JudgeRequest) -> None:
         )
 
 
-def _schema_taken(config: JudgeConfig, usage: JudgeUsage | None) -> str:
+def _schema_accepted(config: JudgeConfig, usage: JudgeUsage | None) -> str:
     if usage is None or config.structured_output == "none":
         return "not asked for"
     refused = [s for s in usage.answers if s != 200 and 400 <= s < 500 and s not in (408, 429)]
@@ -334,7 +336,7 @@ def _checked(config: RecipeConfig, overrides: Sequence[str]) -> RecipeConfig:
 # ---------------------------------------------------------------- servers
 
 
-class Stopped(NamedTuple):
+class StoppedServers(NamedTuple):
     """Ids of servers that have ended, that have not ended yet, and that are in use."""
 
     ended: list[str]
@@ -372,7 +374,7 @@ def stop_judge_servers(
     workspace: str | Path = RecipeConfig.workspace,
     *,
     tell: Callable[[str], None] = lambda message: None,
-) -> Stopped:
+) -> StoppedServers:
     """Stop a judge server, or all idle ones.
 
     Parameters
@@ -394,17 +396,17 @@ def stop_judge_servers(
     ConfigurationError
         There is no such server; the message names the nearest.
     """
-    room = Workspace.read_only(workspace)
-    found = services_of(room, service)
+    ws = Workspace.read_only(workspace)
+    found = services_of(ws, service)
     if service is not None and not found:
-        raise no_such(f"{workspace} has no server", service, [one.id for one in services_of(room)])
+        raise no_such(f"{workspace} has no server", service, [one.id for one in services_of(ws)])
     wanted = [one for one in found if one.state in (*RUNNING, "killed")]
     if service is None:
         wanted = [one for one in wanted if not one.leases]
-    stopped = Stopped([], [], [one.id for one in found if one.leases])
+    stopped = StoppedServers([], [], [one.id for one in found if one.leases])
     for one in wanted:
         for holder in one.leases:
             tell(f"{one.id} is needed by {holder}, which starts another one")
-        over = end_service(room, one.id, "`refiner judge stop`", tell=tell)
+        over = end_service(ws, one.id, "`refiner judge stop`", tell=tell)
         (stopped.ended if over else stopped.left).append(one.id)
     return stopped

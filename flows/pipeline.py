@@ -13,14 +13,14 @@ from typing import Annotated, Any
 from prefect.states import State
 from pydantic import Field
 
-from flows.flow_runs import Call, carry_out, shown_flow
+from flows.flow_runs import RecordedCall, carry_out, observing_flow
 from infra.store.workspace import Workspace
 
 #: Name of a recipe or a folder.
 _Path = Annotated[str, Field(min_length=1)]
 
 
-@shown_flow("pipeline")
+@observing_flow("pipeline")
 def pipeline(
     recipe: _Path = "tiny",
     overrides: list[str] = [],  # noqa: B006  # Prefect shows defaults in its form
@@ -50,15 +50,15 @@ def pipeline(
         A recorded run to continue; by default a new one.
     """
 
-    def begin() -> Call:
+    def begin() -> RecordedCall:
         from flows.running.calls import begin_run
 
         if run:
-            return Call.of_run(Workspace.read_only(Path(workspace).absolute()), run)
+            return RecordedCall.of_run(Workspace.read_only(Path(workspace).absolute()), run)
         fields = [f"workspace={workspace}"]
         fields += [] if seed is None else [f"seed={seed}"]
         fields += [f"tracking.notes={json.dumps(notes)}"] if notes else []
         _, room, record = begin_run(recipe, [*fields, *overrides])
-        return Call.of_run(room, record.run)
+        return RecordedCall.of_run(room, record.run)
 
     return carry_out(recipe, folder, begin)

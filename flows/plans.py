@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flows.running.calls import make_recipe_plan
-from infra.orchestrator.observe import StageForecast, explain_difference, observe_actions
+from infra.orchestrator.observe import ActionForecast, explain_difference, observe_actions
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.loading import load_recipe
@@ -21,14 +21,14 @@ from refiner_core.contract.records import picked, to_json
 OUTPUT_VERSION = 1
 
 
-class Explained(NamedTuple):
+class StageExplanation(NamedTuple):
     """A stage, what a run would do with it, and its differences from the nearest record."""
 
-    forecast: StageForecast
+    forecast: ActionForecast
     differences: Sequence[str]
 
 
-def forecast(plan: Plan) -> list[StageForecast]:
+def forecast(plan: Plan) -> list[ActionForecast]:
     """What a run would do now, stage by stage.
 
     Parameters
@@ -49,7 +49,7 @@ def forecast(plan: Plan) -> list[StageForecast]:
     return observe_actions(plan, Workspace.read_only(plan.config.workspace))
 
 
-def plan_json(plan: Plan, forecasts: Sequence[StageForecast]) -> dict[str, Any]:
+def plan_json(plan: Plan, forecasts: Sequence[ActionForecast]) -> dict[str, Any]:
     """A plan as JSON.
 
     Parameters
@@ -82,7 +82,7 @@ def plan_json(plan: Plan, forecasts: Sequence[StageForecast]) -> dict[str, Any]:
 
 def explain_stage(
     stage: str, recipe: str, overrides: Sequence[str] = ()
-) -> tuple[Plan, list[Explained]]:
+) -> tuple[Plan, list[StageExplanation]]:
     """Explain, field by field, why a stage would run or be skipped.
 
     Parameters
@@ -106,7 +106,7 @@ def explain_stage(
     wanted = {s.name for s in plan.find(stage)}
     workspace = Workspace.read_only(plan.config.workspace)
     found = [f for f in forecast(plan) if f.stage.name in wanted]
-    return plan, [Explained(f, explain_difference(f.stage, workspace)) for f in found]
+    return plan, [StageExplanation(f, explain_difference(f.stage, workspace)) for f in found]
 
 
 def list_recipes() -> dict[str, RecipeConfig]:

@@ -12,14 +12,14 @@ from typing import Annotated, Any
 from prefect.states import State
 from pydantic import Field
 
-from flows.flow_runs import Call, carry_out, shown_flow
+from flows.flow_runs import RecordedCall, carry_out, observing_flow
 from infra.store.workspace import Workspace
 
 #: Name of a sweep or a folder.
 _Path = Annotated[str, Field(min_length=1)]
 
 
-@shown_flow("sweep")
+@observing_flow("sweep")
 def sweep(
     sweep: _Path = "citation-weight-tiny",
     overrides: list[str] = [],  # noqa: B006
@@ -43,14 +43,14 @@ def sweep(
         A recorded sweep to continue; by default a new version.
     """
 
-    def begin() -> Call:
+    def begin() -> RecordedCall:
         from flows.sweeping.launching import begin_sweep, workspace_of
         from flows.sweeping.planning import make_sweep_plan
 
         if run:
-            return Call.of_sweep(Workspace.read_only(Path(workspace).absolute()), run)
+            return RecordedCall.of_sweep(Workspace.read_only(Path(workspace).absolute()), run)
         plan = make_sweep_plan(sweep, [f"workspace={workspace}", *overrides])
         record = begin_sweep(plan, [f"workspace={workspace}", *overrides])
-        return Call.of_sweep(workspace_of(plan, to_write=True), record.name)
+        return RecordedCall.of_sweep(workspace_of(plan, to_write=True), record.name)
 
     return carry_out(sweep, folder, begin)

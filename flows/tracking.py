@@ -1,6 +1,6 @@
 """Uploads offline logs of W&B, from a node with network.
 
-In: names of runs and sweeps. Out: :class:`Synced`.
+In: names of runs and sweeps. Out: :class:`SyncResult`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from infra.tracking import OfflineRun, offline_runs, offline_runs_in, send
 from refiner_core.contract.config import RecipeConfig
 
 
-class Synced(NamedTuple):
+class SyncResult(NamedTuple):
     """Offline runs, those with new data before the upload, and the number sent."""
 
     runs: list[OfflineRun]
@@ -30,7 +30,7 @@ def sync_tracking(
     *,
     dry_run: bool = False,
     tell: Callable[[int, int], None] = lambda done, total: None,
-) -> Synced:
+) -> SyncResult:
     """Upload W&B's offline logs from a node with network. Sends only new data.
 
     Parameters
@@ -58,12 +58,12 @@ def sync_tracking(
     WorkspaceError
         The logs may have been written by another user.
     """
-    room = Workspace.read_only(workspace)
+    ws = Workspace.read_only(workspace)
     if not dry_run:
-        room.require_trust()
-    runs = _offline_runs(room, names)
+        ws.require_trust()
+    runs = _offline_runs(ws, names)
     new = [run for run in runs if run.is_new]
-    return Synced(runs, new, 0 if dry_run else send(runs, tell))
+    return SyncResult(runs, new, 0 if dry_run else send(runs, tell))
 
 
 def _offline_runs(workspace: Workspace, names: Sequence[str]) -> list[OfflineRun]:

@@ -60,17 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0  # another job continues, so this one is done
     except RefinerError as error:
         if isinstance(error, NoSpaceError):
-            _say_no_room(Workspace.read_only(args.workspace), args.stage_id)
+            _report_no_space(Workspace.read_only(args.workspace), args.stage_id)
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def _say_no_room(workspace: Workspace, stage_id: str) -> None:
+def _report_no_space(workspace: Workspace, stage_id: str) -> None:
     """Print that the disk is full, when nothing can be recorded."""
     if numbers := workspace.layout.stage(stage_id).attempt_numbers():
         with contextlib.suppress(OSError):  # then only the exit code remains
-            workspace.note_room(stage_id, numbers[-1], there=False)
+            workspace.note_space(stage_id, numbers[-1], there=False)
 
 
 def _run(attempt: AttemptRun) -> dict[str, object]:

@@ -269,7 +269,7 @@ def stop_server(*, env: Mapping[str, str] | None = None, grace_s: float = _GRACE
         process = _recorded(files)
         if process is None or not process.terminate():
             return False
-        if not process.wait_gone(grace_s):
+        if not process.wait_ended(grace_s):
             process.kill_group()
         return True
 
@@ -475,7 +475,7 @@ def check_server(info: ServerInfo) -> None:
     from prefect.client.orchestration import get_client
 
     named = masked(info.api_url) + ("" if info.ours else " (PREFECT_API_URL)")
-    mend = "run `refiner server stop`" if info.ours else "correct PREFECT_API_URL, or unset it"
+    fix = "run `refiner server stop`" if info.ours else "correct PREFECT_API_URL, or unset it"
     ours: dict[Any, Any] = {settings.PREFECT_API_AUTH_STRING: info.auth} if info.ours else {}
     asked = {settings.PREFECT_API_URL: info.api_url, settings.PREFECT_CLIENT_MAX_RETRIES: 0}
     there, here, code, trouble = "", package_version("prefect"), 200, ""
@@ -494,13 +494,13 @@ def check_server(info: ServerInfo) -> None:
         raise ServerError(
             f"The Prefect server {named} {trouble}.",
             expected=f"an answer within {_ANSWER_S:.0f} s",
-            fix=f"start it, or {mend}",
+            fix=f"start it, or {fix}",
         )
     if code in (401, 403):
         raise KeyRefused(
             f"The Prefect server {named} answers {code}: it wants a key, or another one.",
             expected="a key that it accepts",
-            fix=mend
+            fix=fix
             if info.ours
             else "export PREFECT_API_AUTH_STRING=USER:PASSWORD "
             "(or PREFECT_API_KEY), as the server has it",
@@ -509,11 +509,11 @@ def check_server(info: ServerInfo) -> None:
         raise ConfigurationError(
             f"The server at {named} is not a Prefect server ({code}).",
             expected="the address of its API, which ends in /api",
-            fix=mend,
+            fix=fix,
         )
     if there.partition(".")[0] != here.partition(".")[0]:
         raise UnsupportedError(
             f"The Prefect server {named} has version {there}, but the client has {here}.",
             expected="the same major version",
-            fix=f"{mend}; or install prefect of the server's major version",
+            fix=f"{fix}; or install prefect of the server's major version",
         )

@@ -1,11 +1,11 @@
 """Targets of publishing, and publishing into folders; :mod:`infra.hub` publishes to the Hub.
 
 In: a :class:`Publication` (files with their hashes, a repository, a step). Out: a
-:class:`Published`, the present files of the target; and the decisions shared by folders and the
-Hub: the owner of a place by its ``refiner.json``, whether a name is taken, whether ``main`` moves
-forward. Targets only move bytes: cards are written elsewhere. Every target can be called again
-after an interruption at any point, sends only missing files, verifies all of them by hash before it
-returns, and moves names (branches, tags) last.
+:class:`PublishedFiles`, the present files of the target; and the decisions shared by folders and
+the Hub: the owner of a place by its ``refiner.json``, whether a name is taken, whether ``main``
+moves forward. Targets only move bytes: cards are written elsewhere. Every target can be called
+again after an interruption at any point, sends only missing files, verifies all of them by hash
+before it returns, and moves names (branches, tags) last.
 
 Folders have the Hub's layout: ``ROOT/OWNER/NAME`` is the Hub's ``main``, and
 ``ROOT/OWNER/NAME@step-50`` each step that shares the repository; each is swapped in as a whole
@@ -29,7 +29,7 @@ from typing import Any, Literal, Protocol
 
 from infra.store import atomic
 from infra.store.atomic import no_space_guard, put_back, swap_in
-from infra.store.stage_records import CARD, EVIDENCE, Lying, lying_at, read_evidence
+from infra.store.stage_records import CARD, EVIDENCE, PublishedState, published_at, read_evidence
 from refiner_core.cards.facts import step_revision
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
@@ -96,7 +96,7 @@ class Publication:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedFiles:
     """The present files, verified by hash.
 
     Attributes
@@ -131,7 +131,7 @@ class Target(Protocol):
         publication: Publication,
         progress: Callable[[Progress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
-    ) -> Published:
+    ) -> PublishedFiles:
         """Bring the repository to the state of the publication.
 
         Raises
@@ -150,13 +150,13 @@ class Target(Protocol):
         """A small text file of a revision; None if there is none."""
 
 
-def report_of(published: Published, publication: Publication) -> dict[str, Any]:
+def report_of(published: PublishedFiles, publication: Publication) -> dict[str, Any]:
     """Values for a stage's report, which other parts of refiner read."""
     told = {"repo_id": publication.repo_id, "step": publication.step, "verified": True}
     return {**asdict(published), **told, "only_these": publication.only_these}
 
 
-def own_evidence(publication: Publication) -> Lying | None:
+def own_evidence(publication: Publication) -> PublishedState | None:
     """Contents of the publication's own evidence file."""
     brought = next((file for file in publication.files if file.name == EVIDENCE), None)
     return read_evidence(bytes_of(brought)) if brought else None
@@ -170,7 +170,7 @@ def bytes_of(file: FileToPublish) -> bytes:
     return file.source.read_bytes()
 
 
-def all_files(publication: Publication, before: Lying | None) -> tuple[OutputFile, ...]:
+def all_files(publication: Publication, before: PublishedState | None) -> tuple[OutputFile, ...]:
     """All files of refiner in a revision once the publication is there."""
     brought = {f.name: f.described for f in publication.files}
     if publication.only_these:
@@ -179,36 +179,49 @@ def all_files(publication: Publication, before: Lying | None) -> tuple[OutputFil
     return tuple(brought[name] for name in sorted(brought))
 
 
-def holds(lying: Lying | None, publication: Publication) -> bool:
+def holds(published_state: PublishedState | None, publication: Publication) -> bool:
     """True if a place has this very step of this very run."""
     here = (publication.step, publication.fingerprint)
-    return lying is not None and (lying.step, lying.fingerprint) == here
+    return (
+        published_state is not None and (published_state.step, published_state.fingerprint) == here
+    )
 
 
-def moves_main(lying: Lying | None, publication: Publication, config: PublishConfig) -> bool:
+def moves_main(
+    published_state: PublishedState | None, publication: Publication, config: PublishConfig
+) -> bool:
     """True if ``main`` of a shared repository moves to this step.
 
     It never goes back: a late step only gets its own name. With ``publish.which=best`` one step is
     published, and main moves to it from any other.
     """
     if publication.only_these:
-        return holds(lying, publication)
-    return config.which == "best" or lying is None or lying.step <= publication.step
+        return holds(published_state, publication)
+    return (
+        config.which == "best"
+        or published_state is None
+        or published_state.step <= publication.step
+    )
 
 
 def check_run(
-    lying: Lying | None, publication: Publication, config: PublishConfig, where: str, *, alone: bool
+    published_state: PublishedState | None,
+    publication: Publication,
+    config: PublishConfig,
+    where: str,
+    *,
+    alone: bool,
 ) -> None:
     """Refuse to replace another run's weights, unless that is requested, or to publish beside them,
     if steps are not ``alone``.
 
     Names with {fingerprint} never collide; a fixed name is easily used twice.
     """
-    if lying is None or lying.fingerprint == publication.fingerprint:
+    if published_state is None or published_state.fingerprint == publication.fingerprint:
         return
     what = (
-        f"{where} holds step {lying.step} of another run ({lying.fingerprint[:8]}, this is "
-        f"{publication.fingerprint[:8]})"
+        f"{where} holds step {published_state.step} of another run "
+        f"({published_state.fingerprint[:8]}, this is {publication.fingerprint[:8]})"
     )
     if not alone:
         raise ConfigurationError(
@@ -225,14 +238,17 @@ def check_run(
         )
 
 
-def check_update(lying: Lying | None, publication: Publication, where: str) -> None:
+def check_update(
+    published_state: PublishedState | None, publication: Publication, where: str
+) -> None:
     """Refuse to put a card beside weights of another publication."""
     brought = own_evidence(publication)
     names = {f.name for f in publication.files}
     said, there = (
-        {f for f in (of.files if of else ()) if f.path not in names} for of in (brought, lying)
+        {f for f in (of.files if of else ()) if f.path not in names}
+        for of in (brought, published_state)
     )
-    if not holds(lying, publication) or (brought is not None and said != there):
+    if not holds(published_state, publication) or (brought is not None and said != there):
         raise ConfigurationError(
             f"{where} does not have step {publication.step} of {publication.repo_id} as it was "
             "published, so its card is not updated.",
@@ -253,23 +269,23 @@ class FolderTarget:
         publication: Publication,
         progress: Callable[[Progress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
-    ) -> Published:
+    ) -> PublishedFiles:
         """See :class:`infra.publishing.Target`."""
         revision = step_revision(self._config, publication.step, final=publication.final)
         place, main = (self._place(publication.repo_id, r) for r in (revision, "main"))
         for folder in (place, main):
             put_back(folder)
         before = _known(main)
-        work = _Bringing(publication, progress, should_stop)
+        work = _FolderPublication(publication, progress, should_stop)
         check_run(before, publication, self._config, str(main), alone=place == main)
         if place == main:
-            files = work.bring(main, donors=())
+            files = work.publish_files(main, donors=())
         else:
-            files = work.bring(place, donors=(main,))
+            files = work.publish_files(place, donors=(main,))
             if moves_main(before, publication, self._config):
-                work.bring(main, donors=(place,))
+                work.publish_files(main, donors=(place,))
         changed = tuple(sorted(work.changed))
-        return Published("folder", str(place), revision, files, changed)
+        return PublishedFiles("folder", str(place), revision, files, changed)
 
     def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
         """See :class:`infra.publishing.Target`."""
@@ -284,7 +300,7 @@ class FolderTarget:
 
 
 @dataclass(eq=False)
-class _Bringing:
+class _FolderPublication:
     """One publication on its way into its folders.
 
     Attributes
@@ -298,7 +314,7 @@ class _Bringing:
     should_stop: Callable[[], bool]
     changed: set[str] = field(default_factory=set)
 
-    def bring(self, place: Path, donors: Sequence[Path]) -> tuple[OutputFile, ...]:
+    def publish_files(self, place: Path, donors: Sequence[Path]) -> tuple[OutputFile, ...]:
         """Bring ``place`` to the state of the publication; returns all of our files there."""
         publication = self.publication
         before = _known(place)
@@ -321,9 +337,9 @@ class _Bringing:
             self.changed |= {f.name for f in wanted}
         return all_files(publication, before)
 
-    def _swap(self, place: Path, before: Lying | None, donors: Sequence[Path]) -> None:
+    def _swap(self, place: Path, before: PublishedState | None, donors: Sequence[Path]) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
-        ours = {**{donor: lying_at(donor) for donor in donors}, place: before}
+        ours = {**{donor: published_at(donor) for donor in donors}, place: before}
         there = {f.sha256: at / f.path for at, held in ours.items() if held for f in held.files}
         temporary = atomic.temporary_name(place)
         try:
@@ -380,7 +396,7 @@ def replaced(file: FileToPublish, why: str) -> StageFailed:
     )
 
 
-def _known(place: Path) -> Lying | None:
+def _known(place: Path) -> PublishedState | None:
     """Our publication at a writable place; None if it is empty.
 
     Raises
@@ -388,18 +404,18 @@ def _known(place: Path) -> Lying | None:
     ConfigurationError
         The place belongs to someone else.
     """
-    lying = lying_at(place)
-    if lying is None and place.exists() and (not place.is_dir() or any(place.iterdir())):
+    published_state = published_at(place)
+    if published_state is None and place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ConfigurationError(
             f"{place} exists and was not published by refiner",
             expected="a folder of its own for each published model",
             fix="name another one with `publish.path=` or `publish.repo_id=`, or move that one "
             "away",
         )
-    return lying
+    return published_state
 
 
-def _lies(place: Path, before: Lying | None, file: FileToPublish) -> bool:
+def _lies(place: Path, before: PublishedState | None, file: FileToPublish) -> bool:
     """True if a file is there already. Weights are compared by manifest and size; the small files
     that change are read."""
     path = place / file.name
@@ -410,7 +426,7 @@ def _lies(place: Path, before: Lying | None, file: FileToPublish) -> bool:
     return file.source is None and path.read_bytes() == file.content
 
 
-def _keep_strangers(place: Path, temporary: Path, before: Lying | None) -> None:
+def _keep_strangers(place: Path, temporary: Path, before: PublishedState | None) -> None:
     """Keep files that others have added to a folder of ours."""
     ours = before.names if before else frozenset[str]()
     for path in sorted(place.rglob("*")) if place.is_dir() else ():

@@ -270,7 +270,7 @@ def check_server(address: str) -> None:
         httpx.get(f"{address.rstrip('/')}/healthz", timeout=ANSWER_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise SystemOutage(
-            f"The W&B server {shown_address(address)} does not answer ({error}).",
+            f"The W&B server {masked_address(address)} does not answer ({error}).",
             expected="a node from which it can be reached",
             fix="run the same command where the network is, or set WANDB_BASE_URL to your server",
         ) from error
@@ -319,6 +319,6 @@ def _refused(said: str, done: int, total: int) -> RefinerError:
     )
 
 
-def shown_address(address: str) -> str:
+def masked_address(address: str) -> str:
     """An address without any name or password in it."""
     return re.sub(r"//[^/@]*@", "//", address)

@@ -148,7 +148,7 @@ def _read(text: str) -> Attributes:
 _read_known = functools.lru_cache(maxsize=4096)(_read)
 
 
-class _Compared(dict[int, str | int]):
+class _CodePoints(dict[int, str | int]):
     """By code point, a character's form in comparisons; computed on first use."""
 
     def __missing__(self, code: int) -> str | int:
@@ -162,7 +162,7 @@ class _Compared(dict[int, str | int]):
         return found
 
 
-_COMPARED = _Compared()
+_COMPARED = _CodePoints()
 
 
 def compared(text: str) -> str:
@@ -174,7 +174,7 @@ def compared(text: str) -> str:
     return " ".join(bare.split()) or text.strip()
 
 
-class _Joined(Mapping[str, str]):
+class _LazyTexts(Mapping[str, str]):
     """Texts by id, joined on demand.
 
     Text shared by thousands of ids is stored once, however often the same ids occur in the prompt:
@@ -221,7 +221,7 @@ class ParsedEvidence:
 
 
 @dataclass
-class _Open:
+class _OpenElement:
     """An element being parsed."""
 
     ids: tuple[str, ...]
@@ -236,9 +236,9 @@ class _Reader:
     def __init__(self) -> None:
         self.in_tool_output = False
         self.saw_tool_output = False
-        self.open: dict[str, _Open] = {}
-        self.inside: list[_Open] = []
-        self.anywhere: list[_Open] = []
+        self.open: dict[str, _OpenElement] = {}
+        self.inside: list[_OpenElement] = []
+        self.anywhere: list[_OpenElement] = []
 
     def text(self, piece: str) -> None:
         if piece:
@@ -252,7 +252,7 @@ class _Reader:
             self._end(tag.name, properly=tag.closing)
             if not tag.closing:
                 ids = read_attributes(tag.attributes).ids
-                self.open[tag.name] = _Open(ids, inside=self.in_tool_output)
+                self.open[tag.name] = _OpenElement(ids, inside=self.in_tool_output)
 
     def _tool_output(self, tag: Tag) -> None:
         self.in_tool_output = not tag.closing
@@ -271,7 +271,7 @@ class _Reader:
         if element.inside or (element.around and properly):
             self.inside.append(element)
 
-    def finish(self) -> list[_Open]:
+    def finish(self) -> list[_OpenElement]:
         for name in list(self.open):
             self._end(name, properly=False)
         return self.inside if self.saw_tool_output else self.anywhere
@@ -308,7 +308,7 @@ def parse_evidence(prompt: str) -> ParsedEvidence:
             if parts and parts[0] is not text:
                 differing.add(name)
             parts.append(text)
-    return ParsedEvidence(_Joined(texts), len(differing))
+    return ParsedEvidence(_LazyTexts(texts), len(differing))
 
 
 _ANSWER_TAG = re.compile(r"<(/?)answer\s*+>")

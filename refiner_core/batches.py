@@ -1,8 +1,8 @@
 """Samples made batch by batch, with checkpoints that survive interruptions.
 
-In: batches of :class:`~refiner_core.samples.Wanted` samples, and a way to sample and score one
-(a subclass of :class:`BatchWork`). Out: a file of rows for each batch, in a separate folder, and
-checkpoints of them. Used by rejection sampling and both evaluations.
+In: batches of :class:`~refiner_core.samples.PlannedSample` samples, and a way to sample and score
+one (a subclass of :class:`BatchWork`). Out: a file of rows for each batch, in a separate folder,
+and checkpoints of them. Used by rejection sampling and both evaluations.
 
 While a streaming judge finishes a batch, the next one is already sampled. A checkpoint has
 ``batch-N`` for each finished batch, and ``waiting-N`` for the samples of an unfinished one.
@@ -30,9 +30,9 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.types import Judge, JudgeUsage, RewardResult, StageIO
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.judges.surroundings import usage_from_json, usage_to_json
+from refiner_core.judges.context import usage_from_json, usage_to_json
 from refiner_core.rewards import RewardInput, RewardStream
-from refiner_core.samples import Wanted, judge_meter
+from refiner_core.samples import PlannedSample, judge_meter
 
 #: Interval of partial saves of a batch, if it may be saved in parts, seconds.
 KEEP_EVERY_S = 60.0
@@ -61,7 +61,7 @@ class BatchWork(ABC, Generic[S]):
     suffix: ClassVar[str] = ".json"
 
     config: RecipeConfig
-    batches: Sequence[Sequence[Wanted]]
+    batches: Sequence[Sequence[PlannedSample]]
     generator: Any
     tokenizer: Any
     judge: Judge | None = None
@@ -94,10 +94,12 @@ class BatchWork(ABC, Generic[S]):
 
     @abstractmethod
     def key(self, sample: S) -> tuple[str, int]:
-        """The :attr:`Wanted.key` of a sample."""
+        """The :attr:`PlannedSample.key` of a sample."""
 
     @abstractmethod
-    def sample(self, number: int, wanted: Sequence[Wanted], finished: Callable[[S], None]) -> None:
+    def sample(
+        self, number: int, wanted: Sequence[PlannedSample], finished: Callable[[S], None]
+    ) -> None:
         """Sample these of a batch; ``finished`` is called for each as it ends."""
 
     @abstractmethod
@@ -110,7 +112,7 @@ class BatchWork(ABC, Generic[S]):
         """Rewards of a batch of answers; None for episodes, which already have rewards."""
         return None
 
-    def answer(self, wanted: Wanted, sample: S) -> RewardInput:
+    def answer(self, wanted: PlannedSample, sample: S) -> RewardInput:
         """A sample as input of the reward."""
         raise NotImplementedError
 

@@ -1,8 +1,8 @@
 """Sampling for all stages: answers to prompts, or episodes of tasks.
 
-In: requested samples (:class:`Wanted`), and a generator. Out: completions as they end. Training,
-rejection sampling and evaluation sample through this module only, so that rewards and evaluations
-see the same kind of text. Rejection sampling and evaluations use the batches of
+In: requested samples (:class:`PlannedSample`), and a generator. Out: completions as they end.
+Training, rejection sampling and evaluation sample through this module only, so that rewards and
+evaluations see the same kind of text. Rejection sampling and evaluations use the batches of
 :mod:`refiner_core.batches`; training has its own pipeline (:mod:`refiner_core.training`).
 """
 
@@ -27,14 +27,14 @@ from refiner_core.contract.types import (
     TurnGenerator,
 )
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.judges.surroundings import usage_between, usage_of, usage_sum
+from refiner_core.judges.context import usage_between, usage_of, usage_sum
 
 if TYPE_CHECKING:
-    from refiner_core.environments.play import EpisodeSettings
+    from refiner_core.environments.episode_runner import EpisodeSettings
     from refiner_core.environments.protocol import Environment
 
 
-class Wanted(NamedTuple):
+class PlannedSample(NamedTuple):
     """One sample of a prompt: its number among the prompt's samples, and its seed.
     ``prompt_index`` is the prompt's place among all, if needed."""
 
@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
         return self.prompt.sample_id, self.number
 
 
-def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:
+def check_fit(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:
     """Refuse prompts that leave no space for an answer; returns the longest prompt.
 
     Raises
@@ -70,7 +70,7 @@ def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:
 
 def sample_answers(
     generator: Generator,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[PlannedSample],
     params: SamplingParams,
     finished: OnCompletion,
     *,
@@ -101,7 +101,7 @@ def sample_answers(
 
 def sample_episodes(
     generator: Generator | TurnGenerator,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[PlannedSample],
     environment: Environment,
     tokenizer: Any,
     settings: EpisodeSettings,
@@ -110,8 +110,8 @@ def sample_episodes(
     should_stop: Callable[[], bool] | None = None,
 ) -> None:
     """Run one episode of each task; calls ``finished(place, completion)`` as each ends."""
+    from refiner_core.environments.episode_runner import EpisodeRequest
     from refiner_core.environments.episodes import run_episodes
-    from refiner_core.environments.play import EpisodeRequest
     from refiner_core.environments.protocol import task_of_row
 
     run_episodes(

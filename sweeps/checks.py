@@ -47,7 +47,7 @@ DORMANT: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 
 
-def _why_dormant(field: str, config: RecipeConfig) -> str:
+def _why_inactive(field: str, config: RecipeConfig) -> str:
     """Reason why a field has no effect in a recipe; empty if it has one."""
     for by, values, *names in DORMANT:
         if field in names and re.match(values, str(found := get_field(config, by))):
@@ -318,7 +318,7 @@ def _check_arms(plan: SweepPlan, by_arm: Plans, varied: Iterable[str]) -> None:
     known: dict[object, str] = {}
     for arm in (plan.baseline, *(arm for arm in by_arm if arm != plan.baseline)):
         found, config = by_arm[arm][0], by_arm[arm][0].config
-        read = tuple(f for f in varied if not _why_dormant(f, config))
+        read = tuple(f for f in varied if not _why_inactive(f, config))
         values = tuple((f, repr(get_field(config, f))) for f in read)
         for key in (values, _measured_stages(found)):
             if (other := known.setdefault(key, arm)) != arm:
@@ -336,7 +336,7 @@ def _same(
     """Refusal of two equal arms, with the reason why their differences have no effect."""
     idle = "is read by no stage that trains or measures, or has names for the same content"
     differ = [f for f in varied if get_field(config, f) != get_field(known, f)]
-    whys = [f"`{f}` {_why_dormant(f, config) or _why_dormant(f, known) or idle}" for f in differ]
+    whys = [f"`{f}` {_why_inactive(f, config) or _why_inactive(f, known) or idle}" for f in differ]
     because = "; ".join(whys) or "they set the same fields to the same values"
     what = f"Arms {other} and {arm} of sweep {plan.sweep.name} are the same"
     if other == plan.baseline:

@@ -207,7 +207,7 @@ class _Reader:
             texts = tuple(written_overrides(found, self.folder))
         else:
             texts = tuple(whole_paths(text, self.folder) for text in found)
-        self._once("overrides", _fields_of(texts))
+        self._only_once("overrides", _fields_of(texts))
         return texts
 
     def _factors(self) -> dict[str, dict[str, Any]]:
@@ -216,7 +216,7 @@ class _Reader:
             key, named = f"factors: {field}", isinstance(levels, Mapping)
             values = self._typed(key, field, levels.values() if named else levels)
             labels = [value_text(label) for label in (levels if named else values)]
-            self._once(key, labels, "remove one, or give them labels: {first: A, second: B}")
+            self._only_once(key, labels, "remove one, or give them labels: {first: A, second: B}")
             found[field] = dict(zip(labels, values, strict=True))
         return found
 
@@ -237,7 +237,7 @@ class _Reader:
         if not group.keys() - {"labels"}:
             raise self._wrong("zip", group, "at least one field beside `labels`")
         labels = [value_text(_word(label)) for label in group.get("labels", ())]
-        self._once("zip: labels", labels)
+        self._only_once("zip: labels", labels)
         return tuple(labels)
 
     def _group(self, group: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
@@ -246,13 +246,13 @@ class _Reader:
 
     def _arms(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        self._once("arms", (_name(str(name)) for name in self.values.get("arms", {})))
+        self._only_once("arms", (_name(str(name)) for name in self.values.get("arms", {})))
         for name, settings in self.values.get("arms", {}).items():
             at = f"`arms: {name}` of {self.where}"
             if isinstance(settings, Mapping):
                 values = read_values(settings, self.folder, at)
             else:
-                self._once(f"arms: {name}", _fields_of(settings or ()))
+                self._only_once(f"arms: {name}", _fields_of(settings or ()))
                 values = read_overrides(settings or (), self.folder, at)
             found[_name(str(name))] = values
         return found
@@ -262,7 +262,7 @@ class _Reader:
         if found is None:
             return {}
         seeds = tuple(range(1, found + 1)) if isinstance(found, int) else tuple(found)
-        self._once("seeds", seeds, "remove it: the same seed again is the same run")
+        self._only_once("seeds", seeds, "remove it: the same seed again is the same run")
         return {"seeds": seeds}
 
     def _each_field_once(self, found: Mapping[str, Any]) -> None:
@@ -288,7 +288,9 @@ class _Reader:
         found = self.values.get(key, [])
         return [found] if isinstance(found, Mapping) and found else [*found]
 
-    def _once(self, key: str, names: Iterable[Any], fix: str = "remove one of the two") -> None:
+    def _only_once(
+        self, key: str, names: Iterable[Any], fix: str = "remove one of the two"
+    ) -> None:
         counts = Counter(map(str, names))
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ConfigurationError(

@@ -1,9 +1,9 @@
 """Forecast of a sweep: seconds, GPU-hours, judge calls, stage by stage; and limits it would exceed.
 
 In: a :class:`~sweeps.values.SweepPlan`, measurements (:class:`History`), the finished stages; the
-limits of a sweep file. Out: a :class:`SweepForecast`; a :class:`Passed` for each limit that does
-not hold, with what would fit. Pure. Amounts without measurements are None, never made up. Every
-number names its basis:
+limits of a sweep file. Out: a :class:`SweepForecast`; a :class:`ExceededLimit` for each limit that
+does not hold, with what would fit. Pure. Amounts without measurements are None, never made up.
+Every number names its basis:
 
     measured: 3 stages like it          same kind, model, devices, and shape of a step
     by canary: 2 steps of grpo-0123     the sweep's own first steps
@@ -75,7 +75,7 @@ _SFT_STEPS = (
 )
 
 
-class Shape(NamedTuple):
+class StageShape(NamedTuple):
     """Stages of one shape take the same time per step or sample. ``model`` is the digest of the
     recipe's base weights, ``devices`` counts GPUs of all nodes (0: CPUs)."""
 
@@ -97,7 +97,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class StageMeasure:
     """One finished stage, or the first steps of one.
 
     Attributes
@@ -118,7 +118,7 @@ class Measured:
         For first steps: their number and stage.
     """
 
-    shape: Shape
+    shape: StageShape
     work: Work
     data: str = ""
     unit_s: float | None = None
@@ -164,14 +164,14 @@ class History:
         Fingerprint of a `data` stage -> number of its held-out and of its training prompts.
     """
 
-    stages: tuple[Measured, ...] = ()
+    stages: tuple[StageMeasure, ...] = ()
     prompts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -> Shape:
+def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -> StageShape:
     """The shape of a stage, from its identity and its resources."""
     names = SHAPE_FIELDS.get(kind, ())
-    return Shape(kind, model, devices, _values(identity, names))
+    return StageShape(kind, model, devices, _values(identity, names))
 
 
 def _values(identity: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
@@ -236,7 +236,7 @@ class StageForecast:
     name: str
     kind: str
     trial: str
-    shape: Shape
+    shape: StageShape
     work: Work
     seconds: float | None
     judge_calls: int | None
@@ -312,7 +312,7 @@ def forecast_sweep(
     servers = [i for i in stages if is_service(i)]
     if len(servers) == len(stages):
         stages = {}  # they have no users left
-    wall, parallel = _wall(plan, {i: s.seconds for i, s in stages.items() if i not in servers})
+    wall, parallel = _makespan(plan, {i: s.seconds for i, s in stages.items() if i not in servers})
     if wall is not None and stages:
         basis = "a server: as long as the sweep lasts, at most"
         stages |= {i: replace(stages[i], seconds=wall, basis=basis) for i in servers}
@@ -320,7 +320,7 @@ def forecast_sweep(
     return SweepForecast(tuple(stages.values()), names, wall, parallel, canary=tuple(canary))
 
 
-def _wall(plan: SweepPlan, known: Mapping[str, float | None]) -> tuple[float | None, str]:
+def _makespan(plan: SweepPlan, known: Mapping[str, float | None]) -> tuple[float | None, str]:
     """The longest chain of stages, or all of them at the allowed concurrency, whichever is more;
     and that concurrency in words."""
     dispatch, trials = plan.config.dispatch, plan.sweep.limits.concurrency
@@ -348,7 +348,7 @@ class _Estimator:
 
     def __init__(self, history: History, plan: SweepPlan, canary: Sequence[CanaryMeasure]) -> None:
         self.history = history
-        self.by_kind: dict[str, list[Measured]] = {}
+        self.by_kind: dict[str, list[StageMeasure]] = {}
         for measured in history.stages:
             self.by_kind.setdefault(measured.shape.kind, []).append(measured)
         for first in canary:
@@ -373,12 +373,12 @@ class _Estimator:
             *(seconds, calls, basis, calls_basis),
         )
 
-    def _by_canary(self, first: CanaryMeasure, stage: PlannedStage, plan: Plan) -> Measured:
+    def _by_canary(self, first: CanaryMeasure, stage: PlannedStage, plan: Plan) -> StageMeasure:
         """Extrapolation from the first steps of a stage."""
         work, calls = self._work(stage, plan), first.judge_calls_per_step
         every = int(getattr(getattr(plan.config, stage.kind, None), "save_freq", 0))
         save_s = (first.save_seconds or 0.0) / every if every else 0.0
-        return Measured(
+        return StageMeasure(
             *(_shape(stage), work),
             unit_s=None if first.seconds_per_step is None else first.seconds_per_step + save_s,
             start_s=first.start_seconds or 0.0,
@@ -398,7 +398,7 @@ class _Estimator:
                 work = work._replace(units=found.work.units)
         return work
 
-    def _seconds(self, shape: Shape, work: Work) -> tuple[float | None, str]:
+    def _seconds(self, shape: StageShape, work: Work) -> tuple[float | None, str]:
         alike, differs = self._known_alike(shape)
         if not alike:
             return None, f"unknown: no {shape.kind} stage of this model has been measured"
@@ -415,13 +415,13 @@ class _Estimator:
             basis = f"by rule of thumb: {count} with another {differs}"
         return median(guesses), basis
 
-    def _like(self, shape: Shape) -> tuple[list[Measured], str]:
+    def _like(self, shape: StageShape) -> tuple[list[StageMeasure], str]:
         """Stages of that shape; else those with the fewest differences, and these. Other weights or
         device counts cannot predict a step; a canary comes first."""
         of_kind = self.by_kind.get(shape.kind, ())
         names = SHAPE_FIELDS.get(shape.kind, ())
         found = [m for m in of_kind if m.shape[:3] == shape[:3]]
-        near: dict[tuple[str, ...], list[Measured]] = {}
+        near: dict[tuple[str, ...], list[StageMeasure]] = {}
         for other in [m for m in found if m.canary] or found:
             pairs = zip(names, shape.values, other.shape.values, strict=True)
             differs = tuple(name for name, a, b in pairs if a != b)
@@ -449,7 +449,7 @@ class _Estimator:
         return median(rates[:_ENOUGH]) if rates else None
 
 
-def _shape(stage: PlannedStage) -> Shape:
+def _shape(stage: PlannedStage) -> StageShape:
     devices = stage.resources.gpus * max(1, stage.resources.nodes)
     return shape_of(stage.kind, stage.identity, stage.sources.get("model", ""), devices)
 
@@ -479,7 +479,7 @@ def _configured_prompts(data: PlannedStage) -> tuple[int, int] | None:
     return round(rows * share), rows - round(rows * share)
 
 
-def _by(measured: Measured, work: Work) -> float | None:
+def _by(measured: StageMeasure, work: Work) -> float | None:
     """Seconds of ``work`` at the rates of a finished stage, scaled by the size of a unit."""
     if work.units is None or measured.unit_s is None:
         return None
@@ -488,7 +488,7 @@ def _by(measured: Measured, work: Work) -> float | None:
 
 
 @dataclass(frozen=True)
-class Passed:
+class ExceededLimit:
     """A limit that the sweep would exceed.
 
     Attributes
@@ -520,7 +520,7 @@ class Passed:
 
 def passed_limits(
     forecast: SweepForecast, limits: Limits, used: Mapping[str, float] = {}
-) -> Iterator[Passed]:
+) -> Iterator[ExceededLimit]:
     """Limits that the unfinished part would exceed, given what the sweep's stages have ``used``,
     including earlier versions."""
     for name, unit in (("gpu_hours", "GPU-hours"), ("judge_calls", "judge calls")):
@@ -532,10 +532,10 @@ def passed_limits(
                 costs[stage.trial] += getattr(stage, name) or 0
             fits = sum(cost <= limit - before for cost in accumulate(costs.values()))
             words = f"the first {fits} of {len(costs)} trials" if fits else "not one"
-            yield Passed(name, unit, limit, needed, bool(forecast.unknown(name)), words)
+            yield ExceededLimit(name, unit, limit, needed, bool(forecast.unknown(name)), words)
 
 
-def refuse_what_cannot_fit(passed: Sequence[Passed]) -> None:
+def refuse_what_cannot_fit(passed: Sequence[ExceededLimit]) -> None:
     """Refuse a sweep that would exceed a limit (see :func:`passed_limits`).
 
     Raises

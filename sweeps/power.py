@@ -1,8 +1,8 @@
 """Statistical power of a planned sweep: the smallest effect that it can detect.
 
 In: a planned sweep, its number of evaluated prompts, and evidence of spreads from earlier
-evaluations (:class:`Evidence`). Out: a :class:`Detectable` with warnings and sufficient designs.
-The formula is that of the comparison itself (:mod:`refiner_core.evaluation.power`). Pure.
+evaluations (:class:`SpreadEvidence`). Out: a :class:`Detectable` with warnings and sufficient
+designs. The formula is that of the comparison itself (:mod:`refiner_core.evaluation.power`). Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 from refiner_core.evaluation.metrics import is_number
 from refiner_core.evaluation.power import (
-    Components,
+    VarianceComponents,
     detectable_effect,
     likely_components,
     power_of,
@@ -32,7 +32,7 @@ Basis = Literal["pairs", "one seed", "assumed", "nothing"]
 
 
 @dataclass(frozen=True)
-class Evidence:
+class SpreadEvidence:
     """Evidence of spreads before the sweep.
 
     Attributes
@@ -45,7 +45,7 @@ class Evidence:
         Mean of the metric in these evaluations; None if there were none.
     """
 
-    components: Components | None
+    components: VarianceComponents | None
     basis: Basis
     text: str
     mean: float | None = None
@@ -80,7 +80,7 @@ class Detectable:
     seeds: int
     prompts: int | None
     arms: int
-    evidence: Evidence
+    evidence: SpreadEvidence
     power_for_wanted: float | None = None
     would_do: Mapping[str, int | None] | None = None
     warnings: tuple[str, ...] = ()
@@ -104,20 +104,20 @@ def aim_of(plan: SweepPlan) -> Question:
     return replace(question, model=model, metric=metric, decoding=decoding)
 
 
-def assumed(metric: str) -> Evidence:
+def assumed(metric: str) -> SpreadEvidence:
     """Evidence without measurements: the largest spread of shares; none for other metrics."""
     if is_number(metric):
         text = f"nothing: {metric} has no bounds, and no earlier evaluation of it was found"
-        return Evidence(None, "nothing", text)
+        return SpreadEvidence(None, "nothing", text)
     # Two independent coins: no paired difference of shares with independent noise spreads more.
     text = (
         "an assumption: independent answers, the largest spread of a share; no "
         "earlier evaluation was found"
     )
-    return Evidence(Components(None, 0.0, 0.5), "assumed", text)
+    return SpreadEvidence(VarianceComponents(None, 0.0, 0.5), "assumed", text)
 
 
-def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Detectable:
+def detectable(plan: SweepPlan, prompts: int | None, evidence: SpreadEvidence) -> Detectable:
     """Smallest effects that a sweep can detect.
 
     Parameters
@@ -145,7 +145,7 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
 
 
 def _would_do(
-    known: Components, seeds: int, prompts: int, wanted: float, alpha: float
+    known: VarianceComponents, seeds: int, prompts: int, wanted: float, alpha: float
 ) -> dict[str, int | None]:
     def enough(s: int, p: int) -> bool:
         return power_of(known, s, p, wanted, alpha) >= POWER

@@ -20,9 +20,9 @@ from infra.store.stage_records import CARD, EVIDENCE
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import load_evidence
-from refiner_core.cards.lint import Finding
+from refiner_core.cards.lint import CardFinding
 from refiner_core.cards.lint import check_card as findings_of
-from refiner_core.cards.lint.against import LARGEST
+from refiner_core.cards.lint.evidence_check import LARGEST
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, HubRefused, RefinerError
 from refiner_core.contract.fields import suggest
@@ -45,11 +45,11 @@ class _Source(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Checked:
+class CardCheck:
     """Findings of a check."""
 
     name: str
-    findings: tuple[Finding, ...]
+    findings: tuple[CardFinding, ...]
     has_evidence: bool
 
     @property
@@ -65,7 +65,7 @@ class Checked:
 
 def check_card(
     target: str, evidence: str | Path | None = None, *, template: str | Path | None = None
-) -> Checked:
+) -> CardCheck:
     """Check a model card: numbers, licence, leaks. Changes nothing.
 
     Parameters
@@ -99,7 +99,7 @@ def check_card(
     findings = findings_of(text, told, template=own)
     if folder is not None and told is not None:
         findings += _files(folder, told)
-    return Checked(name, tuple(sorted(findings)), told is not None)
+    return CardCheck(name, tuple(sorted(findings)), told is not None)
 
 
 def find_card(target: str) -> _Source:
@@ -115,9 +115,9 @@ def find_card(target: str) -> _Source:
                 expected=f"the folder of a publication, with {CARD} and {EVIDENCE} in it",
                 fix="name the folder below OWNER/NAME, or the card itself",
             )
-        return _Source(str(card), _read(card), _read_beside(path), path)
+        return _Source(str(card), _read(card), _read_evidence_file(path), path)
     if path.is_file():
-        beside = _read_beside(path.parent) if path.name == CARD else None
+        beside = _read_evidence_file(path.parent) if path.name == CARD else None
         return _Source(str(path), _read(path), beside)
     found = _HUB_ID.fullmatch(target)
     if found is None or target.endswith((".md", ".txt", ".json")):
@@ -147,7 +147,7 @@ def _from_hub(repo_id: str, revision: str) -> _Source:
         return _Source(f"{named}/{CARD}", card, hub.text(revision, EVIDENCE))
 
 
-def _read_beside(folder: Path) -> str | None:
+def _read_evidence_file(folder: Path) -> str | None:
     path = folder / EVIDENCE
     return _read(path) if path.is_file() else None
 
@@ -175,7 +175,7 @@ def _text(data: bytes, name: str) -> str:
         ) from error
 
 
-def _files(folder: Path, evidence: str) -> Iterator[Finding]:
+def _files(folder: Path, evidence: str) -> Iterator[CardFinding]:
     """Findings for files beside the card that differ from its evidence."""
     try:
         listed = load_evidence(evidence).files
@@ -192,14 +192,14 @@ def _files(folder: Path, evidence: str) -> Iterator[Finding]:
             differs = f"has SHA-256 {digest[:12]}…, its evidence says {file.sha256[:12]}…"
         if differs:
             fix = "publish again; existing files are not sent again"
-            yield Finding(1, "file-differs", f"{file.path} {differs}", fix)
+            yield CardFinding(1, "file-differs", f"{file.path} {differs}", fix)
 
 
 # ---------------------------------------------------------------- from records
 
 
 @dataclass(frozen=True)
-class Shown:
+class CardPreview:
     """A card rendered from records now, and the published one (None if it is not recorded);
     ``folder`` is the record of its stage."""
 
@@ -231,7 +231,9 @@ class Shown:
         return found[:most] + more
 
 
-def show_card(words: Sequence[str] = (), workspace: str | Path = RecipeConfig.workspace) -> Shown:
+def show_card(
+    words: Sequence[str] = (), workspace: str | Path = RecipeConfig.workspace
+) -> CardPreview:
     """The card of a finished publication, rendered again from its records.
 
     Parameters
@@ -254,10 +256,10 @@ def show_card(words: Sequence[str] = (), workspace: str | Path = RecipeConfig.wo
     """
     from flows.publishing.facts import facts_of_stage
 
-    room = Workspace.read_only(workspace)
-    run, wanted = _run_and_stage(room, words)
-    done = _finished(room, run)
-    here = f"{run.run} workspace={room.root}"
+    ws = Workspace.read_only(workspace)
+    run, wanted = _run_and_stage(ws, words)
+    done = _finished(ws, run)
+    here = f"{run.run} workspace={ws.root}"
     if wanted is None:
         if not done:
             raise ConfigurationError(
@@ -273,11 +275,11 @@ def show_card(words: Sequence[str] = (), workspace: str | Path = RecipeConfig.wo
             expected=f"one of: {', '.join(done) or '(none is done)'}",
             fix=f"name one of these; see `refiner status {here}`",
         )
-    facts = facts_of_stage(room, run.stages[wanted])
-    result = room.read_result(run.stages[wanted])
+    facts = facts_of_stage(ws, run.stages[wanted])
+    result = ws.read_result(run.stages[wanted])
     published = result.report.get("card") if result is not None else None
-    folder = room.layout.stage(run.stages[wanted]).control
-    return Shown(run.run, wanted, build_card(facts), published, folder)
+    folder = ws.layout.stage(run.stages[wanted]).control
+    return CardPreview(run.run, wanted, build_card(facts), published, folder)
 
 
 def _run_and_stage(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord, str | None]:

@@ -82,9 +82,7 @@ _HEADER = """\
 """
 
 
-def said_again(
-    overrides: Sequence[str], config: RecipeConfig, base: RecipeConfig
-) -> tuple[str, ...]:
+def restated(overrides: Sequence[str], config: RecipeConfig, base: RecipeConfig) -> tuple[str, ...]:
     """Overrides of a call, without those for its place and its publication.
 
     Parameters
@@ -222,7 +220,7 @@ _NO_FILE = (HUB_DIGEST, "synthetic:", "none")
 
 
 @dataclass(frozen=True)
-class Made:
+class CheckpointOrigin:
     """Records of a checkpoint's origin.
 
     Attributes
@@ -254,7 +252,7 @@ class Made:
         return self.specs[self.trained].fingerprint
 
 
-def reproduce(made: Made) -> dict[str, Any]:
+def reproduce(made: CheckpointOrigin) -> dict[str, Any]:
     """The checked command for a card, in the form of a publication's record.
 
     Returns
@@ -273,7 +271,7 @@ def reproduce(made: Made) -> dict[str, Any]:
     why: tuple[str, ...] = ()
     text: str | None = None
     if made.recipe in shipped_recipes():
-        said = said_again(made.overrides, made.config, load_recipe(made.recipe))
+        said = restated(made.overrides, made.config, load_recipe(made.recipe))
         command = public_command(shlex.join(["refiner", "run", made.recipe, *said]))
         why = differing(command, made)
     if why or made.recipe not in shipped_recipes():
@@ -295,7 +293,9 @@ def reproduce(made: Made) -> dict[str, Any]:
     }
 
 
-def differing(command: str, made: Made, recipe_file: str | None = None) -> tuple[str, ...]:
+def differing(
+    command: str, made: CheckpointOrigin, recipe_file: str | None = None
+) -> tuple[str, ...]:
     """Differences between the model of a command and the recorded one; empty if it is the same.
 
     Parameters
@@ -322,7 +322,7 @@ def differing(command: str, made: Made, recipe_file: str | None = None) -> tuple
     return tuple(lines) or ("its stages depend on others than the recorded ones",)
 
 
-def planned(command: str, made: Made, recipe_file: str | None = None) -> Plan:
+def planned(command: str, made: CheckpointOrigin, recipe_file: str | None = None) -> Plan:
     """The plan of a command, with the recorded files in place of its own.
 
     Raises
@@ -354,7 +354,7 @@ def _with_recorded(config: RecipeConfig, recorded: RecipeConfig) -> RecipeConfig
     return replace_fields(config, found)
 
 
-def _sources(config: RecipeConfig, made: Made) -> dict[str, str]:
+def _sources(config: RecipeConfig, made: CheckpointOrigin) -> dict[str, str]:
     """Digests as in `refiner plan`, those of local files from the record."""
     files = {
         name: digest
@@ -368,7 +368,7 @@ def _sources(config: RecipeConfig, made: Made) -> dict[str, str]:
     return sources | {k: v for k, v in files.items() if k != "tokenizer"}
 
 
-def _recorded_files(made: Made) -> dict[str, str]:
+def _recorded_files(made: CheckpointOrigin) -> dict[str, str]:
     """Source name -> digest of local inputs."""
     sources, config = made.sources, made.config
     found = {}
@@ -392,7 +392,7 @@ def _is_folder_name(text: str) -> bool:
     return text.startswith(("/", ".", "~")) or text.count("/") != 1
 
 
-def _files(command: str, made: Made, recipe_file: str | None = None) -> dict[str, str]:
+def _files(command: str, made: CheckpointOrigin, recipe_file: str | None = None) -> dict[str, str]:
     """Local files in the command, by their names there."""
     said = _parsed(command, recipe_file)
     found = {}

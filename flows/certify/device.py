@@ -36,7 +36,7 @@ from torch.nn.utils.rnn import pad_sequence
 from flows.certify.work import (
     SHAPES,
     STEPS,
-    Order,
+    WorkOrder,
     absent,
     check,
     metrics_of,
@@ -59,7 +59,7 @@ from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.training.batches import Sample, collate, pack_samples, to_device
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.model.loading import Loaded, load_for_training
+from refiner_core.training.model.loading import LoadedModel, load_for_training
 from refiner_core.training.model.logprobs import token_scores
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.sft import train_sft
@@ -84,7 +84,7 @@ class _Scored:
     gradient_P: torch.Tensor | None
 
 
-def numeric_checks(order: Order, _: Path) -> Iterator[CertifiedCheck]:
+def numeric_checks(order: WorkOrder, _: Path) -> Iterator[CertifiedCheck]:
     """All checks of numerics, one by one."""
     dtypes = list(dict.fromkeys(("float32", order.dtype)))
     samples, sampled = own_samples(order)
@@ -99,7 +99,7 @@ def numeric_checks(order: Order, _: Path) -> Iterator[CertifiedCheck]:
             yield kernel_check(order, kernel, dtype, samples, exact, limits)
 
 
-def own_samples(order: Order) -> tuple[list[Sample], CertifiedCheck]:
+def own_samples(order: WorkOrder) -> tuple[list[Sample], CertifiedCheck]:
     """Samples of the model for prompts of several lengths; and whether the sampler's
     log-probabilities of their tokens agree with one forward pass."""
     loaded = _load(order, "sdpa", order.dtype)
@@ -125,7 +125,7 @@ def own_samples(order: Order) -> tuple[list[Sample], CertifiedCheck]:
 
 
 def kernel_check(
-    order: Order,
+    order: WorkOrder,
     kernel: str,
     dtype: str,
     samples: Sequence[Sample],
@@ -167,7 +167,7 @@ def _compared(
     return check(name, not off, f"{tokens} tokens: {said}", **figures)
 
 
-def score_packs(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
+def score_packs(loaded: LoadedModel, samples: Sequence[Sample]) -> _Scored:
     """Scores of these samples, computed as in training."""
     packs = pack_samples(
         *(samples, 512), share_prompts=loaded.share_prompts, balance=loaded.balance
@@ -182,7 +182,7 @@ def score_packs(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
     return _Scored(logprob_F, _gradient(loaded.model))
 
 
-def score_rows(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
+def score_rows(loaded: LoadedModel, samples: Sequence[Sample]) -> _Scored:
     """Each sample in a row of its own, through the model's plain forward pass."""
     model, device = loaded.model, loaded.device
     sequences = [torch.tensor([*s.prompt_ids, *s.response_ids]) for s in samples]
@@ -200,12 +200,12 @@ def score_rows(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
     return _Scored(flat.detach().cpu(), _gradient(model))
 
 
-def _load(order: Order, kernel: str, dtype: str) -> Loaded:
+def _load(order: WorkOrder, kernel: str, dtype: str) -> LoadedModel:
     fields = {"attn_implementation": kernel, "dtype": dtype, "gradient_checkpointing": False}
     config = recipe(order, model=fields).model
     if kernel == "eager":  # the reference is loaded in the simplest way
         model = load_model(MODEL, config).to(order.device)
-        return Loaded(model, load_tokenizer(MODEL, config), share_prompts=False, balance=None)
+        return LoadedModel(model, load_tokenizer(MODEL, config), share_prompts=False, balance=None)
     return load_for_training(MODEL, config, torch.device(order.device))
 
 
@@ -232,7 +232,7 @@ MEMORY_ALLOWANCE = 1.25
 _GIB = 2**30
 
 
-def speed_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
+def speed_checks(order: WorkOrder, folder: Path) -> Iterator[CertifiedCheck]:
     """All speed checks, with the same model."""
     load, model = order.load, random_model(order, folder / "model")
     peak, of = peak_flops(order)
@@ -256,7 +256,7 @@ def speed_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
 # ---------------------------------------------------------------- floating-point operations
 
 
-def peak_flops(order: Order) -> tuple[float, str]:
+def peak_flops(order: WorkOrder) -> tuple[float, str]:
     """Reference operations per second, and its source."""
     if order.gpus and order.dtype == "bfloat16":
         name = torch.cuda.get_device_name(0)
@@ -282,7 +282,7 @@ def model_flops(model: str, lengths: Sequence[tuple[int, int]]) -> float:
     )
 
 
-def timed(order: Order, act: Callable[[], object]) -> float:
+def timed(order: WorkOrder, act: Callable[[], object]) -> float:
     """Duration in seconds, including pending GPU work."""
     if order.gpus:
         torch.cuda.synchronize()
@@ -311,7 +311,7 @@ class _MeasuringIO(AttemptIO):
             raise _EnoughSteps
 
 
-def _sft(order: Order, model: Path, folder: Path, peak: float, of: str) -> CertifiedCheck:
+def _sft(order: WorkOrder, model: Path, folder: Path, peak: float, of: str) -> CertifiedCheck:
     load = order.load
     write_rows(folder / "rows", list(load.lengths))
     config = sft_recipe(order)
@@ -345,7 +345,7 @@ def _sft(order: Order, model: Path, folder: Path, peak: float, of: str) -> Certi
     )
 
 
-def _memory(config: RecipeConfig, order: Order, row: dict[str, Any]) -> dict[str, float]:
+def _memory(config: RecipeConfig, order: WorkOrder, row: dict[str, Any]) -> dict[str, float]:
     """Peak memory, and its ratio to a plan's forecast."""
     need = training_memory(config, "sft", shape_of(order.model))
     if order.gpus:
@@ -358,7 +358,7 @@ def _memory(config: RecipeConfig, order: Order, row: dict[str, Any]) -> dict[str
 # ---------------------------------------------------------------- GRPO
 
 
-def _rollouts(order: Order) -> list[TrainSample]:
+def _rollouts(order: WorkOrder) -> list[TrainSample]:
     load, rng = order.load, np.random.default_rng(1)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -372,7 +372,7 @@ def _rollouts(order: Order) -> list[TrainSample]:
     ]
 
 
-def _grpo(order: Order, update: GrpoUpdate, peak: float, of: str) -> CertifiedCheck:
+def _grpo(order: WorkOrder, update: GrpoUpdate, peak: float, of: str) -> CertifiedCheck:
     load, samples = order.load, _rollouts(order)
     found: list[dict[str, float]] = []
 
@@ -394,7 +394,7 @@ def _grpo(order: Order, update: GrpoUpdate, peak: float, of: str) -> CertifiedCh
     )
 
 
-def _sampling(order: Order, engine: Engine) -> CertifiedCheck:
+def _sampling(order: WorkOrder, engine: Engine) -> CertifiedCheck:
     """Tokens per second of sampling by transformers, the basis of a plan's time forecast."""
     generator = TransformersGenerator(engine.model, engine.tokenizer, batch_size=64)
     requests = [

@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 
-from flows.certify.work import SHAPES, Order, absent, check, sft_recipe, shape_of
+from flows.certify.work import SHAPES, WorkOrder, absent, check, sft_recipe, shape_of
 from infra.doctor.check import ask, last_json
-from infra.foreign.process import TrainerProcess
+from infra.external.process import TrainerProcess
 from infra.host.processes import environment
 from infra.store import atomic
 from infra.store.provenance import host, new_scratch, versions, write_certificate
@@ -87,7 +87,7 @@ def probe() -> dict[str, Any]:
     return dict(value)
 
 
-def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -> Order:
+def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -> WorkOrder:
     """The order for a node: on all of its GPUs in bfloat16, or on its CPU in the recipe's type.
 
     ``model`` is a shape; by default the largest that fits on a GPU, or the tiny one on a CPU.
@@ -107,7 +107,7 @@ def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -
         )
     tried = [model] if model else (list(reversed(SHAPES)) if gpus else ["tiny"])
     worlds = tuple(sorted({1, 2, gpus} & set(range(1, gpus + 1)))) or (2,)
-    last = Order(gpus, dtype, tried[-1], False, worlds, vllm=_vllm(config))
+    last = WorkOrder(gpus, dtype, tried[-1], False, worlds, vllm=_vllm(config))
     orders = (replace(last, model=n, checkpointing=c) for n in tried for c in (False, True))
     return next((order for order in orders if not gpus or _fits(order, found)), last)
 
@@ -207,7 +207,7 @@ def certificate_json(certificate: Certificate) -> dict[str, Any]:
 
 def run_part(
     name: str,
-    order: Order,
+    order: WorkOrder,
     folder: Path,
     deadline: float,
     tell: Callable[[CertifiedCheck], None],
@@ -241,7 +241,7 @@ def _make_checks(name: str, folder: Path) -> None:
     """Run the checks of one part in its process, and print each when it is finished."""
     module, function = _MADE_BY[name]
     checks = getattr(importlib.import_module(f"flows.certify.{module}"), function)
-    for found in checks(Order.read(folder / _ORDER), folder):
+    for found in checks(WorkOrder.read(folder / _ORDER), folder):
         sys.stdout.write(f"\n{_MADE}{json.dumps(asdict(found))}\n")
         sys.stdout.flush()
 
@@ -254,7 +254,7 @@ def _kill_workers(scratch: Path) -> None:
                 process.kill()
 
 
-def _fits(order: Order, found: Mapping[str, Any]) -> bool:
+def _fits(order: WorkOrder, found: Mapping[str, Any]) -> bool:
     """True if a shape fits on a GPU, and twice its weights fit on the disk."""
     need = training_memory(sft_recipe(order), "sft", shape_of(order.model))
     on_disk = 4 * shape_of(order.model).parameters

@@ -27,8 +27,8 @@ import httpx
 import torch
 
 from flows.certify.rank import train
-from flows.certify.work import Order, absent, check, open_io, recipe, write_rows
-from flows.proving.planning import plan_resume_proofs
+from flows.certify.work import WorkOrder, absent, check, open_io, recipe, write_rows
+from flows.proving.proof_plan import plan_resume_proofs
 from flows.proving.runs import prove_resume
 from infra.ranks.launch import run_ranks
 from infra.rollouts import servers as opening
@@ -47,7 +47,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
 _RANK_LENGTHS = [20, 33, 47, 60, 75, 90, 120, 150] * 8
 
 
-def rank_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
+def rank_checks(order: WorkOrder, folder: Path) -> Iterator[CertifiedCheck]:
     """Checks of ranks; one process comes first, as the reference."""
     write_rows(folder / "rows", _RANK_LENGTHS)
     expected = train(order, folder, Ranks(), 0, "alone")
@@ -73,7 +73,7 @@ def rank_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
 
 
 def engine_checks(
-    order: Order, world: int, found: Mapping[str, Any], expected: Mapping[str, Sequence[float]]
+    order: WorkOrder, world: int, found: Mapping[str, Any], expected: Mapping[str, Sequence[float]]
 ) -> Iterator[CertifiedCheck]:
     """Each engine on a number of ranks, compared with one process."""
     for zero in order.zero:
@@ -109,7 +109,7 @@ _WEIGHTS = "vLLM, weights by reload"
 _CONTROL = "/pause"
 
 
-def server_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
+def server_checks(order: WorkOrder, folder: Path) -> Iterator[CertifiedCheck]:
     """A server, new weights for it, and its key; absent without an environment with vLLM."""
     if not order.vllm:
         why = "no environment with vLLM is given (grpo.rollout_server.python=…)"
@@ -156,7 +156,7 @@ def server_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
         yield check(_WEIGHTS, False, why)
 
 
-def _config(order: Order) -> RecipeConfig:
+def _config(order: WorkOrder) -> RecipeConfig:
     server = {**order.vllm, "colocate": bool(order.gpus)}
     fields = {
         "generation_backend": "vllm",
@@ -177,7 +177,7 @@ def _keyed(endpoint: Endpoint) -> CertifiedCheck:
     return check(name, status in (401, 403), f"{_CONTROL} without the key: HTTP {status}")
 
 
-def fault_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
+def fault_checks(order: WorkOrder, folder: Path) -> Iterator[CertifiedCheck]:
     """`refiner prove-resume` of SFT with one kill."""
     overrides = (
         *("seed=0", "data.synthetic_sft_rows=200", "data.synthetic_rl_rows=40"),

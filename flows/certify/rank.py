@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flows.certify.work import Order, metrics_of, open_io, recipe
+from flows.certify.work import WorkOrder, metrics_of, open_io, recipe
 from flows.ranks.rank import run_rank
 from infra.ranks.bridge import RemoteIO
-from infra.ranks.protocol import ORDER
+from infra.ranks.messages import ORDER
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.ranks import Ranks, open_ranks
 
@@ -29,7 +29,7 @@ def measure_as(rank: int) -> None:
     """Train and measure as one rank."""
     order = json.loads(os.environ[ORDER])
     io = RemoteIO.from_environment() if rank == 0 else None
-    asked = Order.read(Path(order["order"]))
+    asked = WorkOrder.read(Path(order["order"]))
     with open_ranks(cuda=asked.gpus > 0) as ranks:
         report = _measured(asked, Path(order["folder"]), ranks)
     if io is not None:
@@ -47,7 +47,7 @@ SHORT_SFT: dict[str, Any] = {
 }
 
 
-def train(order: Order, folder: Path, ranks: Ranks, zero: int, attempt: str) -> dict[str, Any]:
+def train(order: WorkOrder, folder: Path, ranks: Ranks, zero: int, attempt: str) -> dict[str, Any]:
     """Losses and gradient norms of a short SFT of the built-in model."""
     from refiner_core.training.sft import train_sft
 
@@ -68,7 +68,7 @@ def train(order: Order, folder: Path, ranks: Ranks, zero: int, attempt: str) -> 
     }
 
 
-def _measured(order: Order, folder: Path, ranks: Ranks) -> dict[str, Any]:
+def _measured(order: WorkOrder, folder: Path, ranks: Ranks) -> dict[str, Any]:
     found: dict[str, Any] = {"engines": {}, "missing": {}}
     for zero in order.zero:
         try:
@@ -80,7 +80,7 @@ def _measured(order: Order, folder: Path, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def _all_reduce(order: Order, ranks: Ranks) -> tuple[float, int]:
+def _all_reduce(order: WorkOrder, ranks: Ranks) -> tuple[float, int]:
     """Bus bandwidth in GB/s, counted as in NCCL's tests, and the number of ranks with a wrong
     sum."""
     import torch

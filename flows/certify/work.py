@@ -61,7 +61,7 @@ _ON_CPU = _Load(512, 2, (256, 128, 64, 64) * 2, 2, 96, 4, 32)
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkOrder:
     """Order of one part, written to a file by the parent process.
 
     Attributes
@@ -94,7 +94,7 @@ class Order:
     rank_module: str = "flows.certify.rank"
 
     @classmethod
-    def read(cls, path: Path) -> Order:
+    def read(cls, path: Path) -> WorkOrder:
         """Read an order from a file."""
         return from_json(cls, json.loads(path.read_text()))
 
@@ -128,7 +128,7 @@ def absent(name: str, why: str) -> CertifiedCheck:
 # ---------------------------------------------------------------- models and rows
 
 
-def random_model(order: Order, folder: Path) -> Path:
+def random_model(order: WorkOrder, folder: Path) -> Path:
     """A folder with a model of the order's shape with random weights, made on its device: on a CPU
     four billion random numbers take minutes."""
     import torch
@@ -188,7 +188,7 @@ def write_rows(folder: Path, lengths: list[int], *, seed: int = 0) -> Path:
 
 
 def recipe(
-    order: Order, *, ranks: int = 1, zero: int = 0, **sections: Mapping[str, Any]
+    order: WorkOrder, *, ranks: int = 1, zero: int = 0, **sections: Mapping[str, Any]
 ) -> RecipeConfig:
     """A recipe that trains on the order's device, without saves; ``sections`` has further
     fields."""
@@ -206,7 +206,7 @@ def recipe(
     return replace_fields(RecipeConfig(), changes)
 
 
-def sft_recipe(order: Order) -> RecipeConfig:
+def sft_recipe(order: WorkOrder) -> RecipeConfig:
     """The SFT for speed and memory; the measuring process ends it."""
     steps = {"max_train_steps": 10 * STEPS, "num_train_epochs": 1000.0}
     packs = {"pack_length": order.load.pack, "gradient_accumulation_steps": order.load.packs}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infra.foreign.checkpoints import safetensors_header
+from infra.external.checkpoints import safetensors_header
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
 from refiner_core.contract.kinds import KINDS

@@ -12,7 +12,7 @@ from typing import Any
 
 from flows.checking.models import model_files
 from infra.disk.forecast import ModelSize, model_size
-from infra.disk.keeper import gib
+from infra.disk.manager import gib
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.training import training_notes
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig, ServeConfig

@@ -193,7 +193,7 @@ class ProtocolFacts:
         }
 
 
-class Played(NamedTuple):
+class PlayedTask(NamedTuple):
     """A played task, and its outcome."""
 
     task: Task
@@ -268,7 +268,7 @@ def show_environment(
 
 def check_environment(
     name: str, overrides: Sequence[str] = (), *, most: int | None = None
-) -> checking.Checked:
+) -> checking.EnvironmentCheck:
     """Check an environment against its protocol, by trying its tasks.
 
     Parameters
@@ -332,8 +332,8 @@ def play_task(
     *,
     task: str | None = None,
     seed: int = 0,
-    hear: Callable[[Sequence[Message]], None] = lambda messages: None,
-) -> Played:
+    receive: Callable[[Sequence[Message]], None] = lambda messages: None,
+) -> PlayedTask:
     """Play a task with given tool calls, until it is over or there are no more.
 
     Parameters
@@ -346,7 +346,7 @@ def play_task(
         Its id (default: the first).
     seed
         Seed of the episode.
-    hear
+    receive
         Receives the messages, at the beginning and after each call.
 
     Returns
@@ -363,12 +363,12 @@ def play_task(
     chosen = find_task(tasks, task)
     episode = environment.episode(chosen)
     try:
-        hear(episode.reset(seed))
+        receive(episode.reset(seed))
         for call in calls:
             step = episode.step(call)
-            hear(step.messages)
+            receive(step.messages)
             if step.done:
                 break
-        return Played(chosen, episode.outcome())
+        return PlayedTask(chosen, episode.outcome())
     finally:
         episode.close()

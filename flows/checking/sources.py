@@ -116,12 +116,12 @@ def protocol_sources(measured: RecipeConfig) -> dict[str, str]:
     :func:`resolve_sources`."""
     sources = _of_measuring(measured)
     if measured.data.all_held_out:
-        sources["data.rl"] = _once(source_digest, _rows(measured.data), "rl")
+        sources["data.rl"] = _only_once(source_digest, _rows(measured.data), "rl")
     return sources
 
 
 def _of_training(config: RecipeConfig) -> dict[str, str]:
-    sources = {"model": _once(model_digest, config.model.name_or_path, config.model.revision)}
+    sources = {"model": _only_once(model_digest, config.model.name_or_path, config.model.revision)}
     tokenizer = config.model.tokenizer_name_or_path
     if tokenizer is not None and not Path(resolve_ref(tokenizer)).is_dir():
         sources["tokenizer"] = f"{HUB_DIGEST}{tokenizer}@main"  # a local one is the recipe's own
@@ -129,14 +129,14 @@ def _of_training(config: RecipeConfig) -> dict[str, str]:
     if agent:
         from refiner_core.environments.registry import environment_digest
 
-        sources["environment"] = _once(environment_digest, config)
+        sources["environment"] = _only_once(environment_digest, config)
     own_rows = agent and config.data.sft_path == BUILTIN_ROWS  # rows of the environment's expert
     if config.data.sft_path is not None and not own_rows:
-        sources["data.sft"] = _once(source_digest, _rows(config.data), "sft")
+        sources["data.sft"] = _only_once(source_digest, _rows(config.data), "sft")
     if config.data.rl_path is not None and not agent:
-        sources["data.rl"] = _once(source_digest, _rows(config.data), "rl")
+        sources["data.rl"] = _only_once(source_digest, _rows(config.data), "rl")
     if config.publish.card_template is not None:
-        sources["card_template"] = _once(_template_digest, config.publish.card_template)
+        sources["card_template"] = _only_once(_template_digest, config.publish.card_template)
     return sources
 
 
@@ -159,11 +159,11 @@ def _of_measuring(config: RecipeConfig) -> dict[str, str]:
     if "static" in reward.rubric_source and not reward.instance_rubrics_only:
         from refiner_core.rubrics import rubric_set_digest
 
-        sources["rubrics"] = _once(rubric_set_digest, reward.static_rubrics)
+        sources["rubrics"] = _only_once(rubric_set_digest, reward.static_rubrics)
     if config.judge.kind == "openai":
         from refiner_core.judges import judge_prompts_digest
 
-        sources["judge_prompt"] = _once(
+        sources["judge_prompt"] = _only_once(
             judge_prompts_digest, config.judge.prompt, config.judge.form
         )
     if serves(config.judge) and engine_of(config.judge) != "command":
@@ -174,7 +174,7 @@ def _of_measuring(config: RecipeConfig) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def each_read_once() -> Iterator[None]:
+def read_each_once() -> Iterator[None]:
     """Context in which a file named by several configurations is read and hashed once: all trials
     of a sweep are planned with the same rows and weights, however long planning takes."""
     token = _known.set({})
@@ -187,8 +187,8 @@ def each_read_once() -> Iterator[None]:
 _known: ContextVar[dict[Any, str] | None] = ContextVar("known", default=None)
 
 
-def _once(digest: Callable[..., str], *names: Any) -> str:
-    """``digest(*names)``, cached within :func:`each_read_once`."""
+def _only_once(digest: Callable[..., str], *names: Any) -> str:
+    """``digest(*names)``, cached within :func:`read_each_once`."""
     known = _known.get()
     if known is None:
         return digest(*names)

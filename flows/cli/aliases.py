@@ -9,8 +9,6 @@ from typing import Any, TypeVar, cast
 import click
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: Former command of `refiner` -> its replacement.
-FORMER = {"recipes": "list recipes", "profiles": "list profiles"}
 
 
 def former(command: click.Command) -> click.Command:

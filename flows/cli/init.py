@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from flows.cli.aliases import former_option
-from flows.cli.options import argument, command_line, json_option, print_json, say_next
+from flows.cli.options import argument, command_line, json_option, print_json, print_next
 from flows.starting.flags import FLAGS
 
 
 def _flags(command: Any) -> Any:
-    from flows.starting.completing import complete_answer
+    from flows.starting.completion import complete_answer
 
     for name, flag in list(FLAGS.items())[::-1]:
         option = click.option(
@@ -36,7 +36,7 @@ def init_command(folder: str, yes: bool, as_json: bool, **flags: str | None) -> 
     Slurm, a profile of your cluster is written, too. Nothing is overwritten, and nothing is
     written unless the recipe can be planned.
     """
-    from flows.cli.plan import show_made_plan
+    from flows.cli.plan import show_plan_of
     from flows.starting.folder import RECIPE, init_folder
 
     given = {name.replace("_", "-"): value for name, value in flags.items() if value is not None}
@@ -51,7 +51,7 @@ def init_command(folder: str, yes: bool, as_json: bool, **flags: str | None) -> 
         print_json({"version": 1, **made})
         return
     click.echo(f"Made {', '.join(files)} in {place}.\n")
-    show_made_plan(plan, as_json=False)
+    show_plan_of(plan, as_json=False)
     if not given:
         click.echo("\nOther tasks, models, data, judges and clusters: refiner init --help")
-    say_next(*following, gap=True)
+    print_next(*following, gap=True)

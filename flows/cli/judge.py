@@ -17,9 +17,9 @@ from flows.cli.options import (
     command_line,
     json_option,
     output_folder,
+    print_line,
+    print_next,
     progress,
-    say,
-    say_next,
     show,
     split_overrides,
     split_workspace,
@@ -28,8 +28,8 @@ from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
-    from flows.judges import Stopped
-    from flows.rescoring.planning import Planned
+    from flows.judges import StoppedServers
+    from flows.rescoring.rescore_plan import RescorePlan
     from infra.services.judges import ServiceStatus
 
 
@@ -84,7 +84,7 @@ def report_command(
         where,
         overrides=overrides,
         against=against,
-        tell=lambda what, count: say(f"asking {count}: {what}"),
+        tell=lambda what, count: print_line(f"asking {count}: {what}"),
         **options,
     )
     layout = Workspace.read_only(where).layout
@@ -98,12 +98,12 @@ def report_command(
     if as_json:
         return
     if folder is None:
-        say("\nNothing was written: there is no workspace; --out DIR keeps it.")
+        print_line("\nNothing was written: there is no workspace; --out DIR keeps it.")
     else:
-        say(f"\nWritten: {folder}/report.md, report.json")
+        print_line(f"\nWritten: {folder}/report.md, report.json")
     if not against:
         words = (*words, "--against", "judge.model=OTHER")
-        say_next(command_line("judge", "report", *words))
+        print_next(command_line("judge", "report", *words))
 
 
 @judge_command.command("ask", short_help="Ask a judge one question.")
@@ -204,13 +204,13 @@ def stop_command(words: tuple[str, ...], as_json: bool) -> int:
     from flows.judges import stop_judge_servers
 
     where, rest = split_workspace(words)
-    stopped = stop_judge_servers(rest[0] if rest else None, where, tell=say)
+    stopped = stop_judge_servers(rest[0] if rest else None, where, tell=print_line)
     value = {"version": 1, "ended": stopped.ended, "left": stopped.left}
     show(as_json, lambda: value, lambda: _stopped_lines(stopped))
     return 1 if stopped.left else 0
 
 
-def _stopped_lines(stopped: Stopped) -> Iterator[str]:
+def _stopped_lines(stopped: StoppedServers) -> Iterator[str]:
     yield from (f"Ended: {service_id}." for service_id in stopped.ended)
     yield from (f"Not ended yet: {service_id}." for service_id in stopped.left)
     if not stopped.ended and not stopped.left:
@@ -277,7 +277,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     for the same judge, so another weight, gate or aggregation makes no calls. Several RUNs make a
     judge x policy matrix.
     """
-    from flows.rescoring.results import document_lines, next_lines, plan_lines, rescore
+    from flows.rescoring.rescore import document_lines, next_lines, plan_lines, rescore
 
     planned = _planned(words, options)
     as_json = bool(options["as_json"])
@@ -286,7 +286,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         show(as_json, lambda: _plan_json(planned), lambda: [*plan_lines(planned), ending])
         return
     for line in plan_lines(planned):
-        say(line)
+        print_line(line)
     if not options["yes"] and (calls := planned.new_calls) > ASK_ABOVE:
         why = f"This takes {calls} new judge calls, which need a confirmation."
         less = "or judge fewer rollouts with --steps last:5 or --sample 200"
@@ -295,7 +295,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     try:
         document, folder = rescore(planned, out, progress("rollouts scored"))
     except KeyboardInterrupt:
-        say("Judgements are kept: the same command continues from there.")
+        print_line("Judgements are kept: the same command continues from there.")
         raise
     show(
         as_json,
@@ -304,12 +304,12 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     )
     if not as_json:
         for line in next_lines(document, folder, words):
-            say(line)
+            print_line(line)
 
 
-def _planned(words: Sequence[str], options: dict[str, Any]) -> Planned:
-    from flows.rescoring.planning import Options, plan_rescoring
-    from flows.rescoring.reading import Part
+def _planned(words: Sequence[str], options: dict[str, Any]) -> RescorePlan:
+    from flows.rescoring.reading import RolloutSelection
+    from flows.rescoring.rescore_plan import RescoreOptions, plan_rescoring
 
     where, rest = split_workspace(words)
     names, overrides = split_overrides(rest)
@@ -318,14 +318,14 @@ def _planned(words: Sequence[str], options: dict[str, Any]) -> Planned:
     return plan_rescoring(
         names,
         where,
-        options=Options(judges, rubrics, weights, tuple(overrides), options["cross"]),
-        part=Part(**part),
+        options=RescoreOptions(judges, rubrics, weights, tuple(overrides), options["cross"]),
+        part=RolloutSelection(**part),
         steps=options["steps"],
         metric=options["metric"],
     )
 
 
-def _plan_json(planned: Planned) -> dict[str, Any]:
+def _plan_json(planned: RescorePlan) -> dict[str, Any]:
     return {
         "version": 1,
         "dry_run": True,

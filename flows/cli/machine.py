@@ -21,10 +21,10 @@ from flows.cli.options import (
     misuse,
     overrides_argument,
     print_json,
+    print_line,
+    print_next,
     progress,
     recipe_argument,
-    say,
-    say_next,
     show,
     split_overrides,
     split_workspace,
@@ -34,10 +34,10 @@ from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
-    from flows.disk import Reclaimed
-    from flows.tracking import Synced
-    from infra.disk.usage import Row
-    from infra.doctor.check import Finding
+    from flows.disk import ReclaimResult
+    from flows.tracking import SyncResult
+    from infra.disk.usage import UsageRow
+    from infra.doctor.check import CheckResult
     from refiner_core.contract.proofs import CertifiedCheck
 
 _MARKS = {"ok": "ok", "missing": "--", "warning": "WARN", "broken": "BROKEN"}
@@ -79,7 +79,7 @@ def doctor_command(
     return _BROKEN if any(f.state == "broken" for f in findings) else 0
 
 
-def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+def _finding_lines(findings: Sequence[CheckResult]) -> Iterator[str]:
     width = max(len(mark) for mark in _MARKS.values())
     indent = " " * (width + 4)
     area = ""
@@ -93,29 +93,29 @@ def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
             continue
         if finding.why:
             yield f"{indent}for: {finding.why}"
-        if finding.mend:
-            yield f"{indent}fix: {finding.mend}"
+        if finding.fix:
+            yield f"{indent}fix: {finding.fix}"
 
 
 def _what_next(
-    recipe: str | None, words: Sequence[str], findings: Sequence[Finding]
+    recipe: str | None, words: Sequence[str], findings: Sequence[CheckResult]
 ) -> Iterator[str]:
-    from infra.tracking import shown_address
+    from infra.tracking import masked_address
 
     count = {state: sum(f.state == state for f in findings) for state in _MARKS}
     yield (
         f"\n{count['ok']} ok, {count['warning']} with a warning, {count['missing']} missing, "
         f"{count['broken']} broken."
     )
-    broken = next((f for f in findings if f.state == "broken" and f.mend), None)
+    broken = next((f for f in findings if f.state == "broken" and f.fix), None)
     if broken is not None:
-        yield f"Next: fix {broken.area} ({broken.name}):\n  {broken.mend}"
+        yield f"Next: fix {broken.area} ({broken.name}):\n  {broken.fix}"
     elif count["broken"]:
         yield "Next: fix what is broken, then run this again."
     elif recipe is None:
         yield "Next, for a recipe:\n  refiner doctor tiny"
     else:
-        yield f"Next:\n  {shown_address(command_line('run', *words))}"
+        yield f"Next:\n  {masked_address(command_line('run', *words))}"
 
 
 _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
@@ -176,11 +176,11 @@ def certify_command(
         print_json(certificate_json(made))
     where = f"{len(made.gpus)} x {made.gpus[0]}" if made.gpus else "the CPU"
     counts = ", ".join(f"{made.count(v)} {v}" for v in ("pass", "fail", "absent"))
-    say(f"\n{where}, {made.seconds:.0f} s: {counts}.")
+    print_line(f"\n{where}, {made.seconds:.0f} s: {counts}.")
     if made.count("fail"):
-        say("Next: see the failed checks, then\n  refiner doctor --only gpu")
+        print_line("Next: see the failed checks, then\n  refiner doctor --only gpu")
     elif not only:
-        say("Recorded for doctor and cards. Next:\n  refiner plan tiny")
+        print_line("Recorded for doctor and cards. Next:\n  refiner plan tiny")
     return 0 if made.passed or not made.count("fail") else 1
 
 
@@ -224,7 +224,7 @@ def prove_resume_command(
     Exit code 0: bitwise or within tolerance; 1: diverged, or a stage failed; 6: stopped.
     """
     from flows.cli.run import stop_on_signals
-    from flows.proving.planning import (
+    from flows.proving.proof_plan import (
         exit_code,
         next_line,
         plan_lines,
@@ -236,15 +236,15 @@ def prove_resume_command(
 
     plans = plan_resume_proofs(recipe, overrides, **options)
     for line in plan_lines(plans):
-        say(line)
+        print_line(line)
     stop_on_signals()
-    proofs = prove_resume(plans, say, keep=keep)
+    proofs = prove_resume(plans, print_line, keep=keep)
     show(
         as_json,
         lambda: proofs_json(proofs),
         lambda: [line for proof in proofs for line in proof_lines(proof)],
     )
-    say(next_line(proofs, plans))
+    print_line(next_line(proofs, plans))
     return exit_code(proofs)
 
 
@@ -298,10 +298,10 @@ def disk_command(
         again.append("--dry-run")
     if not as_json and (dry_run or not reclaim):
         place = [] if where == RecipeConfig.workspace else [f"workspace={where}"]
-        say_next(command_line("disk", *place, *again))
+        print_next(command_line("disk", *place, *again))
 
 
-def _reclaimed_json(done: Reclaimed, dry_run: bool) -> dict[str, Any]:
+def _reclaimed_json(done: ReclaimResult, dry_run: bool) -> dict[str, Any]:
     from flows.disk import candidate_json, hold_json
 
     return {
@@ -315,8 +315,8 @@ def _reclaimed_json(done: Reclaimed, dry_run: bool) -> dict[str, Any]:
     }
 
 
-def _reclaimed(done: Reclaimed, dry_run: bool) -> Iterator[str]:
-    from infra.disk.keeper import gib
+def _reclaimed(done: ReclaimResult, dry_run: bool) -> Iterator[str]:
+    from infra.disk.manager import gib
 
     for hold in done.holds:
         verb = "would be" if dry_run else "was"
@@ -338,8 +338,8 @@ def _reclaimed(done: Reclaimed, dry_run: bool) -> Iterator[str]:
     yield f"\n{gib(done.bytes)} reclaimed{left}. {done.status}."
 
 
-def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
-    from infra.disk.keeper import gib
+def _lines(used: Sequence[UsageRow], found: dict[str, Any]) -> Iterator[str]:
+    from infra.disk.manager import gib
 
     room, inodes = found["room"], found["room"]["free_inodes"]
     more = "" if inodes is None else f"; {inodes:,} more files fit"
@@ -366,7 +366,7 @@ def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
 
 def _kept(report: dict[str, Any]) -> Iterator[str]:
     """Judgements, publications, and checkpoints held for stages."""
-    from infra.disk.keeper import gib
+    from infra.disk.manager import gib
 
     if (store := report["judgements"])["files"]:
         yield f"\n  {store['judgements']:,} judgements are stored ({gib(store['bytes'])})"
@@ -404,7 +404,7 @@ def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     show(as_json, lambda: _synced_json(done), lambda: _synced(done))
 
 
-def _synced_json(done: Synced) -> dict[str, Any]:
+def _synced_json(done: SyncResult) -> dict[str, Any]:
     return {
         **{"version": 1, "offline": len(done.runs), "new": len(done.new), "sent": done.sent},
         "runs": [
@@ -417,7 +417,7 @@ def _synced_json(done: Synced) -> dict[str, Any]:
     }
 
 
-def _synced(done: Synced) -> Iterator[str]:
+def _synced(done: SyncResult) -> Iterator[str]:
     runs, new, sent = done
     if not runs:
         yield "Nothing was logged offline: tracking was online or disabled."

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flows.cli.options import LazyGroup, print_json, say
+from flows.cli.options import LazyGroup, print_json, print_line
 from infra.host.terminal import printed_plainly
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 
@@ -104,18 +104,18 @@ def _main(argv: Sequence[str] | None) -> int:
     args = _detach_in_full(args)
     as_json = "--json" in args
     try:
-        _hear_ctrl_c()
+        _handle_ctrl_c()
         _check_text(args)
         code = cli.main(args=args, prog_name="refiner", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except RefinerError as error:
         if debug:
             raise
-        return _say(str(error), error.exit_code, as_json)
+        return _print_line(str(error), error.exit_code, as_json)
     except click.ClickException as error:
-        return _say(_usage_error(error), 2, as_json)
+        return _print_line(_usage_error(error), 2, as_json)
     except (KeyboardInterrupt, click.Abort):
-        return _say("Stopped.", 6, as_json)
+        return _print_line("Stopped.", 6, as_json)
     except SystemExit:  # click's exit when the reader has closed the pipe, as in `| head -1`
         return 0
     except OSError as error:
@@ -128,11 +128,11 @@ def _main(argv: Sequence[str] | None) -> int:
             "then run the same command again."
         )
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return _say(said, 5 if full else 4, as_json)
+        return _print_line(said, 5 if full else 4, as_json)
     except Exception as error:
         if debug:
             raise
-        return _say(
+        return _print_line(
             f"A bug in refiner: {type(error).__name__}: {error}. Finished work is not "
             "lost. To fix it: run the same command with --debug and report the traceback.",
             70,
@@ -150,18 +150,18 @@ def _detach_in_full(args: list[str]) -> list[str]:
     ]
 
 
-def _say(message: str, code: int, as_json: bool) -> int:
+def _print_line(message: str, code: int, as_json: bool) -> int:
     """Print a message for people, and with ``--json`` also as JSON on stdout."""
     # If even that cannot be written, the exit code remains.
     with contextlib.suppress(OSError):
-        say(f"refiner: {message}")
+        print_line(f"refiner: {message}")
     if as_json:
         with contextlib.suppress(OSError):
             print_json({"version": 1, "error": message, "exit_code": code})
     return code
 
 
-def _hear_ctrl_c() -> None:
+def _handle_ctrl_c() -> None:
     """Turn Ctrl-C into an exception from here on; during imports (see :mod:`flows.cli`) it ended
     the
     process."""

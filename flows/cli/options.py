@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _complete(
     context: click.Context, param: click.Parameter, word: str
 ) -> list[CompletionItem | str]:
-    from flows.starting.completing import complete
+    from flows.starting.completion import complete
 
     return [*complete(context, param, word)]
 
@@ -47,10 +47,10 @@ def working_options(command: F) -> F:
 
     @functools.wraps(command)
     def working(*args: Any, no_server: bool, quiet: bool, **options: Any) -> Any:
-        from flows.running.showing import Launch
+        from flows.running.foreground import LaunchOptions
 
         how = {n: options.pop(n) for n in ("past_canary", "take_over") if n in options}
-        return command(*args, launch=Launch(not no_server, quiet, **how), **options)
+        return command(*args, launch=LaunchOptions(not no_server, quiet, **how), **options)
 
     whole: Any = working
     for option in (
@@ -87,11 +87,11 @@ def show(
 ) -> None:
     """Print a result, as JSON or as lines with suggested commands, until the reader has gone."""
     made = value() if as_json else list(lines())
-    with until_nobody_reads():
+    with ignore_closed_pipe():
         (print_json if as_json else print_lines)(made)
         sys.stdout.flush()
     if following and not as_json:
-        say_next(*following, gap=gap)
+        print_next(*following, gap=gap)
 
 
 def command_line(*words: str) -> str:
@@ -99,18 +99,18 @@ def command_line(*words: str) -> str:
     return shlex.join(["refiner", *words])
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line on stderr that is not the result."""
     click.echo(text, err=True)
 
 
-def say_next(*commands: str, gap: bool = False) -> None:
+def print_next(*commands: str, gap: bool = False) -> None:
     """Print suggested commands on stderr."""
-    say("\n" * gap + "\n  ".join(["Next:", *commands]))
+    print_line("\n" * gap + "\n  ".join(["Next:", *commands]))
 
 
 @contextlib.contextmanager
-def until_nobody_reads() -> Iterator[None]:
+def ignore_closed_pipe() -> Iterator[None]:
     """Ignore a reader that has gone (``| head``, a closed terminal): the outcome of the command is
     unchanged."""
     try:
@@ -258,9 +258,10 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, after importing its module."""
         if cmd_name not in self._table:
-            from flows.cli.aliases import FORMER, former_listing
+            from flows.cli.aliases import former_listing
+            from flows.former import COMMANDS
 
-            kind = FORMER.get(cmd_name, "").removeprefix("list ")
+            kind = COMMANDS.get(cmd_name, "").removeprefix("list ")
             return former_listing(kind, cmd_name) if kind else None
         module = importlib.import_module(f"flows.cli.{self._table[cmd_name][0]}")
         command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")

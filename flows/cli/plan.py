@@ -20,8 +20,8 @@ from flows.cli.options import (
     overrides_argument,
     print_json,
     print_lines,
+    print_next,
     recipe_argument,
-    say_next,
     show,
     split_workspace,
 )
@@ -29,7 +29,7 @@ from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
-    from flows.disk import PlannedRoom
+    from flows.disk import PlannedSpace
     from refiner_core.contract.plan import Plan
     from refiner_core.contract.sections.steering import Resources
 
@@ -62,10 +62,10 @@ def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool, with_di
     _show_disk(room, stages=with_disk)
 
 
-def _show_disk(room: PlannedRoom, *, stages: bool) -> None:
+def _show_disk(room: PlannedSpace, *, stages: bool) -> None:
     """Print the disk use of the plan: one line if it does not fit, the full table on request."""
     from flows.disk import LESS_ROOM
-    from infra.disk.keeper import gib
+    from infra.disk.manager import gib
 
     found = room.forecast
     if stages:
@@ -84,7 +84,7 @@ def _show_disk(room: PlannedRoom, *, stages: bool) -> None:
         click.echo(f"Reduce this with {LESS_ROOM}.")
 
 
-def _disk_json(room: PlannedRoom) -> dict[str, Any]:
+def _disk_json(room: PlannedSpace) -> dict[str, Any]:
     """A disk forecast as JSON."""
     found = room.forecast
     return {
@@ -105,17 +105,17 @@ def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) 
     commands."""
     from flows.checking.resources import planning_notes
 
-    show_made_plan(plan, as_json)
+    show_plan_of(plan, as_json)
     if as_json:
         return
     for note in planning_notes(plan):
         click.echo(f"\nnote: {note}")
     command = command_line("run", recipe, *overrides)
     explain = command_line("explain", plan.stages[-1].name, recipe, *overrides)
-    say_next(command, explain, gap=True)
+    print_next(command, explain, gap=True)
 
 
-def show_made_plan(plan: Plan, as_json: bool) -> None:
+def show_plan_of(plan: Plan, as_json: bool) -> None:
     """Print a plan as a table or as JSON."""
     from flows.plans import forecast, plan_json
 
@@ -193,7 +193,7 @@ def diff_command(
     The exit code is 0 once both could be compared; with --exit-code it is 1 if the outputs are not
     bitwise the same, or not complete yet.
     """
-    from flows.diffing.document import diff_runs, difference_lines, next_commands
+    from flows.diffing.run_diff import diff_runs, difference_lines, next_commands
     from refiner_core.contract.records import to_json
 
     where, names = split_workspace(words)

@@ -13,27 +13,27 @@ from flows.cli.options import (
     argument,
     at_most_one,
     command_line,
+    ignore_closed_pipe,
     json_option,
     misuse,
     overrides_argument,
     print_json,
-    say,
+    print_line,
     show,
     split_overrides,
     split_workspace,
-    until_nobody_reads,
     working_options,
     wrong_text,
 )
 from flows.cli.run import finish, leave_to, stop_on_signals
-from infra.disk.keeper import gib
+from infra.disk.manager import gib
 from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.adopting import How
-    from flows.cards.inspection import Checked
-    from flows.running.showing import Launch
+    from flows.cards.inspection import CardCheck
+    from flows.running.foreground import LaunchOptions
 
 
 @click.command("publish")
@@ -49,7 +49,7 @@ def publish_command(
     dry_run: bool,
     detach: str | None,
     as_json: bool,
-    launch: Launch,
+    launch: LaunchOptions,
 ) -> int:
     """Publish the last checkpoint of RUN (default: the newest run that trains), or those of --step.
 
@@ -58,7 +58,7 @@ def publish_command(
     overrides, e.g. publish.target=hub publish.repo_id=me/my-model. Files that are already published
     are not sent again.
     """
-    from flows.cli.plan import show_made_plan
+    from flows.cli.plan import show_plan_of
     from flows.publishing.by_hand import begin_publication, plan_publication
     from flows.running.calls import publish_run
 
@@ -67,7 +67,7 @@ def publish_command(
     run = at_most_one(runs, "run", " for the newest run that trains")
     asked: dict[str, Any] = {"steps": steps, "overrides": overrides, "evaluate": not no_evaluate}
     if dry_run:
-        show_made_plan(plan_publication(run, where, **asked), as_json)
+        show_plan_of(plan_publication(run, where, **asked), as_json)
         return 0
     plan, workspace, record = begin_publication(run, where, **asked)
     if detach is not None:
@@ -125,7 +125,7 @@ def check_command(target: str, evidence: Path | None, template: Path | None, as_
     return _WRONG if checked.errors else 0
 
 
-def _checked_lines(checked: Checked) -> Iterator[str]:
+def _checked_lines(checked: CardCheck) -> Iterator[str]:
     """Each finding, and a summary line."""
     for f in checked.findings:
         kind = "" if f.is_error else " (warning)"
@@ -155,7 +155,7 @@ def show_command(words: tuple[str, ...], as_json: bool) -> None:
 
     where, rest = split_workspace(words)
     shown = show_card(rest, where)
-    with until_nobody_reads():
+    with ignore_closed_pipe():
         if as_json:
             value = picked(shown, "run", "stage", "card")
             print_json({"version": 1, **value, "as_published": not shown.differs})
@@ -163,11 +163,11 @@ def show_command(words: tuple[str, ...], as_json: bool) -> None:
             click.echo(shown.card, nl=False)
     if shown.differs:
         said = "\n".join(f"  {line}" for line in shown.difference())
-        say(f"{shown.stage} of {shown.run} is not what was published:\n{said}")
+        print_line(f"{shown.stage} of {shown.run} is not what was published:\n{said}")
         # A finished stage does not run again while its record exists.
         again = (["rm", "-r", str(shown.folder)], ["refiner", *shown.again, f"workspace={where}"])
         lines = "\n".join(f"  {shlex.join(commands)}" for commands in again)
-        say(f"Next, to publish the new card:\n{lines}")
+        print_line(f"Next, to publish the new card:\n{lines}")
 
 
 @card_command.command("template")
@@ -178,7 +178,7 @@ def template_command() -> None:
     """
     from refiner_core.cards.build import shipped_template
 
-    with until_nobody_reads():
+    with ignore_closed_pipe():
         click.echo(shipped_template(), nl=False)
 
 

@@ -18,28 +18,28 @@ from flows.cli.options import (
     argument,
     ask_leave,
     at_most_one,
+    ignore_closed_pipe,
     json_option,
     misuse,
     overrides_argument,
     print_json,
+    print_line,
+    print_next,
     recipe_argument,
-    say,
-    say_next,
     show,
     split_overrides,
     split_workspace,
-    until_nobody_reads,
     working_options,
 )
 from refiner_core.contract.records import picked
 from refiner_core.report.printing import measured, table_lines
 
 if TYPE_CHECKING:
-    from flows.running.background import Detached
+    from flows.running.background import BackgroundProcess
     from flows.running.calls import RunOutcome
-    from flows.running.showing import Launch
+    from flows.running.foreground import LaunchOptions
     from flows.sweeping.launching import SweepOutcome
-    from flows.sweeping.planning import SweepLook
+    from flows.sweeping.planning import SweepPreview
     from infra.store.workspace import Workspace
     from refiner_core.contract.records import RunRecord
     from sweeps.values import SweepPlan
@@ -56,7 +56,7 @@ def run_command(
     dry_run: bool,
     detach: str | None,
     as_json: bool,
-    launch: Launch,
+    launch: LaunchOptions,
 ) -> int:
     """Run RECIPE: a shipped name (see `refiner list recipes`) or a YAML file.
 
@@ -92,12 +92,12 @@ def finish(outcome: RunOutcome, as_json: bool) -> int:
 
     show(as_json, lambda: run_json(outcome), lambda: summary_lines(outcome))
     if outcome.next_commands:
-        say_next(*outcome.next_commands)
+        print_next(*outcome.next_commands)
     return outcome.exit_code
 
 
 def leave_to(
-    where: Any, workspace: Workspace, run: RunRecord, as_json: bool, launch: Launch
+    where: Any, workspace: Workspace, run: RunRecord, as_json: bool, launch: LaunchOptions
 ) -> int:
     """Continue a recorded run in the background, and print how to follow and end it."""
     from flows.running.background import detach_run
@@ -106,11 +106,11 @@ def leave_to(
     how = picked(launch, "use_server", "take_over")
     left = detach_run(run, workspace.root, where=where, **how)
     following = (f"status {run.run}", f"logs -f {stage_names(run)[0]} {run.run}")
-    return say_left(left, workspace, "run", run.run, following, as_json)
+    return print_remaining(left, workspace, "run", run.run, following, as_json)
 
 
-def say_left(
-    left: Detached,
+def print_remaining(
+    left: BackgroundProcess,
     workspace: Workspace,
     noun: str,
     name: str,
@@ -127,10 +127,10 @@ def say_left(
         who = f"job {left.job}" if left.job else f"process {left.pid}"
         click.echo(f"{name}: in the background as {who}\nlog: {left.log}")
     if left.message:
-        say(left.message)
+        print_line(left.message)
     if not as_json and left.exit_code is None:
         place = f"workspace={workspace.root}"
-        say_next(*(f"refiner {words} {place}" for words in (*following, f"cancel {name}")))
+        print_next(*(f"refiner {words} {place}" for words in (*following, f"cancel {name}")))
     return left.exit_code or 0
 
 
@@ -161,11 +161,11 @@ def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_j
     newest = find_run(workspace)
     sweep = sweep_named(workspace, rest[0]) if rest else newest_sweep(workspace, newest)
     if sweep is not None and len(rest) <= 1:
-        outcome = cancel_sweep(sweep, where, wait_s=wait_s, now=now, tell=say)
+        outcome = cancel_sweep(sweep, where, wait_s=wait_s, now=now, tell=print_line)
     else:
         stages = set(newest.stages) if newest is not None else set()
         run = rest.pop(0) if rest and rest[0] not in stages else None
-        outcome = cancel_run(run, rest, where, wait_s=wait_s, now=now, tell=say)
+        outcome = cancel_run(run, rest, where, wait_s=wait_s, now=now, tell=print_line)
     show(as_json, lambda: outcome_json(outcome), lambda: outcome_lines(outcome, workspace))
     return 0 if outcome.ended else 1
 
@@ -188,18 +188,18 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
     stage, *runs = rest
     run = runs[0] if runs else None
     if follow:
-        lines = follow_log(stage, run, where, attempt=attempt, tell=say)
+        lines = follow_log(stage, run, where, attempt=attempt, tell=print_line)
     else:
         log = find_log(stage, run, where, attempt=attempt)
         if log is None:
-            say(f"{stage} has not been started yet.")
+            print_line(f"{stage} has not been started yet.")
             return
         if log.why:
-            say(f"Attempt {log.attempt} of {stage} has printed nothing: {log.why}.")
+            print_line(f"Attempt {log.attempt} of {stage} has printed nothing: {log.why}.")
             return
-        say(f"{log.path} (attempt {log.attempt})")
+        print_line(f"{log.path} (attempt {log.attempt})")
         lines = log_pieces(log.path)
-    with until_nobody_reads():
+    with ignore_closed_pipe():
         for text in lines:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -299,7 +299,7 @@ def sweep_command(
     yes: bool,
     detach: str | None,
     as_json: bool,
-    launch: Launch,
+    launch: LaunchOptions,
 ) -> int:
     """Run SWEEP: a shipped name or a YAML file; without one, list sweeps.
 
@@ -344,7 +344,7 @@ def sweep_command(
     return _finish_sweep(work_on_sweep(plan, workspace, record, launch), as_json)
 
 
-def _looked_at(plan: SweepPlan, *, shown: bool) -> SweepLook:
+def _looked_at(plan: SweepPlan, *, shown: bool) -> SweepPreview:
     """Forecast of a sweep, before the confirmation; refuses an impossible sweep."""
     from flows.sweeping.launching import check_launch
     from flows.sweeping.planning import forecast_sweep, show_sweep_plan
@@ -354,7 +354,7 @@ def _looked_at(plan: SweepPlan, *, shown: bool) -> SweepLook:
     look = forecast_sweep(plan)
     if shown:
         for line in show_sweep_plan(plan, look):
-            say(line)  # stdout is for the result
+            print_line(line)  # stdout is for the result
     refuse_what_cannot_fit(look.passed)
     return look
 
@@ -376,13 +376,13 @@ def _finish_sweep(outcome: SweepOutcome, as_json: bool) -> int:
 
 
 def _leave_sweep_to(
-    where: Any, workspace: Workspace, name: str, launch: Launch, as_json: bool
+    where: Any, workspace: Workspace, name: str, launch: LaunchOptions, as_json: bool
 ) -> int:
     """Continue a recorded sweep in the background, and print how to follow and end it."""
     from flows.sweeping.launching import detach_sweep
 
     left = detach_sweep(name, workspace.root, where=where, launch=launch)
-    return say_left(left, workspace, "sweep", name, (f"status {name} -w",), as_json)
+    return print_remaining(left, workspace, "sweep", name, (f"status {name} -w",), as_json)
 
 
 def _list(where: str, as_json: bool) -> None:
@@ -418,7 +418,7 @@ def _list(where: str, as_json: bool) -> None:
 @click.option("--as-job", is_flag=True, hidden=True, help="this is a job that may be requeued")
 @working_options
 def resume_command(
-    words: tuple[str, ...], detach: str | None, as_job: bool, as_json: bool, launch: Launch
+    words: tuple[str, ...], detach: str | None, as_job: bool, as_json: bool, launch: LaunchOptions
 ) -> int:
     """Resume RUN or SWEEP (default: the newest unfinished run, or its sweep), exactly as it was
     begun.
@@ -444,7 +444,7 @@ def resume_command(
         return _leave_sweep_to(detach, workspace, sweep, launch, as_json)
     run = run_to_resume(workspace, word)
     for line in _what_differs(run):
-        say(f"note: {line}")
+        print_line(f"note: {line}")
     if detach is not None:
         return leave_to(detach, workspace, run, as_json, launch)
     how = picked(launch, "use_server", "take_over", "quiet")

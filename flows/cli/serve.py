@@ -15,8 +15,8 @@ from flows.cli.options import (
     command_line,
     json_option,
     overrides_argument,
-    say,
-    say_next,
+    print_line,
+    print_next,
     show,
     split_overrides,
 )
@@ -24,7 +24,7 @@ from refiner_core.contract.records import picked
 from refiner_core.report.printing import short, table_lines
 
 if TYPE_CHECKING:
-    from refiner_core.nightly.page import Reading
+    from refiner_core.nightly.page import HistoryView
 
 files_argument = argument("files", nargs=-1, metavar="[RECIPE|SWEEP|NIGHTLY FILE]...")
 workspace_option = click.option(
@@ -34,8 +34,8 @@ workspace_option = click.option(
 )
 
 
-def _say(text: str) -> None:
-    say(f"refiner: {text}")
+def _print_line(text: str) -> None:
+    print_line(f"refiner: {text}")
 
 
 @click.command("serve")
@@ -51,7 +51,7 @@ def serve_command(files: tuple[str, ...], workspace: str | None) -> int:
     """
     from flows.serving import serve
 
-    return serve(files, workspace=workspace, tell=_say)
+    return serve(files, workspace=workspace, tell=_print_line)
 
 
 @click.command("deploy")
@@ -67,7 +67,7 @@ def deploy_command(files: tuple[str, ...], workspace: str | None, pool: str, as_
     """
     from flows.serving import deploy
 
-    made = deploy(files, workspace=workspace, pool=pool, tell=_say)
+    made = deploy(files, workspace=workspace, pool=pool, tell=_print_line)
     show(
         as_json,
         lambda: {"version": 1, "deployments": made},
@@ -111,8 +111,8 @@ def check_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     show(as_json, lambda: value, lines)
     if not as_json:
         for warning in warnings:
-            say(f"note: {warning}")
-        say_next(command_line("nightly", "run", file, *overrides))
+            print_line(f"note: {warning}")
+        print_next(command_line("nightly", "run", file, *overrides))
     return 0
 
 
@@ -133,7 +133,7 @@ def run_command(
     from flows.nightly.night import outcome_json, outcome_lines, run_nightly
 
     stop_on_signals()
-    outcome = run_nightly(file, overrides, night=night, take_over=take_over, tell=_say)
+    outcome = run_nightly(file, overrides, night=night, take_over=take_over, tell=_print_line)
     following = [command_line("nightly", "status", file, *overrides)]
     show(as_json, lambda: outcome_json(outcome), lambda: outcome_lines(outcome), following)
     return outcome.exit_code
@@ -162,7 +162,7 @@ def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     show(as_json, lambda: status, lines)
     for alert_id, failed in status["undelivered"].items() if not as_json else ():
         for channel, why in failed.items():
-            say(f"not delivered: {alert_id} by {channel}: {why}")
+            print_line(f"not delivered: {alert_id} by {channel}: {why}")
     return 0
 
 
@@ -181,7 +181,7 @@ def history_command(file: str, overrides: tuple[str, ...], as_json: bool, as_csv
     return 0
 
 
-def _history_lines(reading: Reading, as_csv: bool) -> Iterator[str]:
+def _history_lines(reading: HistoryView, as_csv: bool) -> Iterator[str]:
     from flows.nightly.history import history_lines
     from refiner_core.report.sweep.rendering import csv_of
 
@@ -265,7 +265,7 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     names, overrides = split_overrides(words)
     recipe = at_most_one(names, "recipe", " for tiny") or "tiny"
     config = notify_settings(recipe, overrides)
-    tried = try_channels(config, started=lambda name: say(f"{name}: sending …"))
+    tried = try_channels(config, started=lambda name: print_line(f"{name}: sending …"))
     worked = all(t["delivered"] for t in tried)
     rows = [(t["channel"], f"{t['seconds']:.1f} s", t["why"] or "accepted") for t in tried]
     show(
@@ -274,5 +274,5 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
         lambda: table_lines(rows, ("channel", "took", "result")),
     )
     following = ["run"] if worked else ["notify", "test"]
-    say_next(command_line(*following, recipe, *overrides))
+    print_next(command_line(*following, recipe, *overrides))
     return 0 if worked else 1

@@ -20,16 +20,16 @@ from flows.cli.options import (
     Listing,
     argument,
     command_line,
+    ignore_closed_pipe,
     json_option,
     misuse,
     overrides_argument,
     print_json,
+    print_line,
     print_lines,
-    say,
     show,
     show_listing,
     split_overrides,
-    until_nobody_reads,
     wrong_text,
 )
 from refiner_core.contract.records import picked, to_json
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from refiner_core.contract.config import RecipeConfig
     from refiner_core.environments.protocol import Environment, Message, Task, ToolCall
     from refiner_core.rubrics import RubricSet
-    from refiner_core.rubrics.lint import Checked
+    from refiner_core.rubrics.lint import RubricCheck
 
 #: Exit code for errors in a set: bad data.
 _WRONG = 3
@@ -132,7 +132,7 @@ def set_json(rubrics: RubricSet) -> dict[str, Any]:
     }
 
 
-def _checked_json(checked: Checked) -> dict[str, Any]:
+def _checked_json(checked: RubricCheck) -> dict[str, Any]:
     return {
         **{"version": 1, "file": checked.name, "rows_without_rubrics": checked.rows_without},
         **picked(checked, "form", "rubrics", "rows", "errors", "warnings"),
@@ -141,7 +141,7 @@ def _checked_json(checked: Checked) -> dict[str, Any]:
     }
 
 
-def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
+def _checked_lines(checked: RubricCheck, show_all: bool) -> Iterator[str]:
     """Findings by rule, each rule explained once; then a summary line."""
     from refiner_core.rubrics.lint import RULES
 
@@ -319,10 +319,10 @@ def play_environment_command(
     for tool in environment.tools(task.domain):
         click.echo(f"  {_signature(tool.name, tool.parameters)}  {tool.description}")
 
-    def hear(messages: Sequence[Message]) -> None:
+    def receive(messages: Sequence[Message]) -> None:
         print_lines(f"{message.role}: {message.content}" for message in messages)
 
-    outcome = play_task(name, _calls(), overrides, task=task.id, seed=seed, hear=hear).outcome
+    outcome = play_task(name, _calls(), overrides, task=task.id, seed=seed, receive=receive).outcome
     click.echo(f"\nreward {outcome.reward:g}" + (f", {outcome.failure}" if outcome.failure else ""))
     for check in outcome.checks:
         mark = "done" if check.passed else "missing"
@@ -341,7 +341,7 @@ def _calls() -> Iterator[ToolCall]:
             return
         call = _call(line)
         if call is None:
-            say('one tool call, e.g. respond content="Hello." or {"name": …}')
+            print_line('one tool call, e.g. respond content="Hello." or {"name": …}')
         else:
             yield call
 
@@ -573,15 +573,15 @@ def completion_command(shell: str | None, install: bool, line: str | None) -> No
     from click.shell_completion import get_completion_class
 
     from flows.cli.main import cli
-    from flows.starting.completing import candidates
+    from flows.starting.completion import candidates
 
     used = shell or os.path.basename(os.environ.get("SHELL", ""))  # noqa: PTH119 - a name
     used = used if used in _INSTALL else "bash"
-    with until_nobody_reads():
+    with ignore_closed_pipe():
         if line is not None:
             print_lines(str(found.value) for found in candidates(cli, line))
         elif install:
             click.echo(_INSTALL[used])
         elif kind := get_completion_class(used):
             click.echo(kind(cli, {}, "refiner", "_REFINER_COMPLETE").source(), nl=False)
-            say(f"\nNext (once; for new shells):\n  {_INSTALL[used]}")
+            print_line(f"\nNext (once; for new shells):\n  {_INSTALL[used]}")

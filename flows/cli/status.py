@@ -19,8 +19,8 @@ from flows.cli.options import (
     json_option,
     output_folder,
     print_json,
-    say,
-    say_next,
+    print_line,
+    print_next,
     show,
     split_workspace,
 )
@@ -28,7 +28,7 @@ from infra.host.terminal import raw
 from refiner_core.report.printing import counted, table_lines
 
 if TYPE_CHECKING:
-    from flows.reporting.writing import Written
+    from flows.reporting.writing import WrittenReport
     from flows.running.status import RunStatus, StageStatus
     from flows.sweeping.status import SweepStatus
     from infra.store.workspace import Workspace
@@ -120,14 +120,14 @@ def subject(workspace: Workspace, word: str | None) -> tuple[str | None, RunReco
 
 
 def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
-    """The complete status as JSON; ``resolved`` incidents are over; ``not_told`` are messages that
+    """The complete status as JSON; ``resolved`` incidents are over; ``unsent`` are messages that
     a channel did not accept."""
-    from flows.notifying.sender import not_told
+    from flows.notifying.sender import unsent
     from refiner_core.contract.records import to_json
 
     value: dict[str, object] = {"version": 1, **to_json(status)}
     value["incidents"] = [{**to_json(i), "line": i.line} for i in status.incidents]
-    value["not_told"] = not_told(workspace, status.run)
+    value["not_told"] = unsent(workspace, status.run)
     return value
 
 
@@ -168,7 +168,7 @@ def _progress(stage: StageStatus) -> str:
 
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     """Lines below the table: orchestrator, free space, errors, next commands."""
-    from flows.notifying.sender import not_told_lines
+    from flows.notifying.sender import unsent_lines
 
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
     if notes := " ".join(str(tracking.get("notes") or "").split()):
@@ -184,7 +184,7 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     if status.incidents:
         newest = status.incidents[-1]
         yield f"{_count(status)} The last one: {newest.line}"
-    yield from not_told_lines(workspace, status.run)
+    yield from unsent_lines(workspace, status.run)
     if status.scheduler:
         yield f"scheduler: {status.scheduler}; the states of its jobs are the last known ones"
 
@@ -259,7 +259,7 @@ def _watched(look: Callable[[], Any], page: Callable[[Any], _Page], what: str) -
                 time.sleep(_REFRESH_S)
             return status
     except KeyboardInterrupt:
-        say(f"Watching has ended; the {what} has not.")
+        print_line(f"Watching has ended; the {what} has not.")
         return None
 
 
@@ -314,7 +314,7 @@ def report_command(
     from flows.running.status import required_run
     from infra.store.workspace import Workspace
     from refiner_core.report.pages import values
-    from refiner_core.report.sweep.document import TEXT
+    from refiner_core.report.sweep.sweep_report import TEXT
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
@@ -322,7 +322,7 @@ def report_command(
     what = "a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called"
     name = sweep or (run or required_run(workspace, None, what)).run
     folder = output_folder(out or workspace.layout.reports / name)
-    make: Callable[[], Written[Any]] = partial(
+    make: Callable[[], WrittenReport[Any]] = partial(
         report_sweep if sweep else report_run, name, where, folder=folder, reload_s=every_s
     )
     made = _written(make, every_s if watch else 0)
@@ -334,23 +334,23 @@ def report_command(
     if as_json:
         return
     beside = "report.md, report.csv, trials.csv, report.json" if sweep else "report.md, report.json"
-    say(f"\nPage: {made.page}\nBeside it: {beside}")
+    print_line(f"\nPage: {made.page}\nBeside it: {beside}")
     if sweep and report.state == "running":
-        say_next(command_line("report", name, "--watch", f"workspace={workspace.root}"))
+        print_next(command_line("report", name, "--watch", f"workspace={workspace.root}"))
     elif not sweep:
-        say_next(*report.next_commands)
+        print_next(*report.next_commands)
 
 
-def _written(make: Callable[[], Written[Any]], every_s: int) -> Written[Any]:
+def _written(make: Callable[[], WrittenReport[Any]], every_s: int) -> WrittenReport[Any]:
     """The report; with ``every_s`` the last of those that are made until the orchestrator has
     ended. Ctrl-C ends the watching, not the work."""
     written = make()
     try:
         if every_s:
-            say(f"Page: {written.page}")
+            print_line(f"Page: {written.page}")
         while every_s and written.report.state == "running":
             time.sleep(every_s)
             written = make()
     except KeyboardInterrupt:
-        say("Watching has ended; the work has not.")
+        print_line("Watching has ended; the work has not.")
     return written

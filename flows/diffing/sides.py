@@ -1,7 +1,7 @@
 """Sides of a comparison: two runs, trials or stages by their names.
 
-In: a word and a workspace. Out: a :class:`Side`, and for two sides the :class:`Pair` values of
-matching stages.
+In: a word and a workspace. Out: a :class:`DiffSide`, and for two sides the :class:`StagePair`
+values of matching stages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from refiner_core.contract.records import RunRecord, StageRecord, StageResult, S
 
 
 @dataclass(frozen=True)
-class Side:
+class DiffSide:
     """One side of a comparison.
 
     Attributes
@@ -58,10 +58,10 @@ class Side:
 
 
 @dataclass
-class Half:
+class StageSide:
     """One side's part of a pair; read on demand."""
 
-    side: Side
+    side: DiffSide
     stage_id: str
 
     @cached_property
@@ -117,12 +117,12 @@ class Half:
         return {} if self.result is None else self.result.report
 
 
-class Pair(NamedTuple):
+class StagePair(NamedTuple):
     """A stage of each side; None if a side has none of that name."""
 
     name: str
-    a: Half | None
-    b: Half | None
+    a: StageSide | None
+    b: StageSide | None
 
     @property
     def kind(self) -> str:
@@ -140,7 +140,7 @@ class Pair(NamedTuple):
         return one == other
 
 
-def both_of(pairs: Iterable[Pair], *kinds: str) -> Iterator[tuple[str, Half, Half]]:
+def both_of(pairs: Iterable[StagePair], *kinds: str) -> Iterator[tuple[str, StageSide, StageSide]]:
     """Name and halves of the pairs (of these kinds) with two different halves."""
     for pair in pairs:
         wanted = not kinds or pair.kind in kinds
@@ -154,23 +154,23 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tup
     return {k: (one.get(k), other.get(k)) for k in keys if one.get(k) != other.get(k)}
 
 
-def pairs_of(a: Side, b: Side) -> list[Pair]:
+def pairs_of(a: DiffSide, b: DiffSide) -> list[StagePair]:
     """Matching stages: by name, in the order of the first side; or the two that were named."""
     if a.single and b.single:
         (name_a, id_a), (name_b, id_b) = *a.stages.items(), *b.stages.items()
         name = name_a if name_a == name_b else f"{name_a}, {name_b}"
-        return [Pair(name, Half(a, id_a), Half(b, id_b))]
+        return [StagePair(name, StageSide(a, id_a), StageSide(b, id_b))]
     names = [*a.stages, *(n for n in b.stages if n not in a.stages)]
     if a.single or b.single:  # a stage against a run: that stage of it
         names = [n for n in names if n in a.stages and n in b.stages] or names
-    return [Pair(name, _half(a, name), _half(b, name)) for name in names]
+    return [StagePair(name, _half(a, name), _half(b, name)) for name in names]
 
 
-def _half(side: Side, name: str) -> Half | None:
-    return Half(side, side.stages[name]) if name in side.stages else None
+def _half(side: DiffSide, name: str) -> StageSide | None:
+    return StageSide(side, side.stages[name]) if name in side.stages else None
 
 
-def find_side(workspace: Workspace, word: str) -> Side:
+def find_side(workspace: Workspace, word: str) -> DiffSide:
     """The side of a name.
 
     Parameters
@@ -194,17 +194,17 @@ def find_side(workspace: Workspace, word: str) -> Side:
     if workspace.layout.stage(word).spec.exists():
         record = workspace.read_record(word)
         assert record is not None, "a stage with a specification has a record"
-        return Side(word, workspace, None, {record.spec.name: word})
+        return DiffSide(word, workspace, None, {record.spec.name: word})
     return _of_run(workspace, find_run(workspace, word))
 
 
 def _of_run(
     workspace: Workspace, run: RunRecord | None, stage: str | None = None, label: str = ""
-) -> Side:
+) -> DiffSide:
     """A run with its stages in the order of work, so that the first difference comes first; or one
     stage of it."""
     assert run is not None, "a named run is found or refused"
     if stage is not None:
         stages = {stage: the_stage(run, stage)}
-        return Side(f"{run.run}:{stage}", workspace, run, stages)
-    return Side(label or run.run, workspace, run, {n: run.stages[n] for n in stage_names(run)})
+        return DiffSide(f"{run.run}:{stage}", workspace, run, stages)
+    return DiffSide(label or run.run, workspace, run, {n: run.stages[n] for n in stage_names(run)})

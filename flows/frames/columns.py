@@ -299,8 +299,8 @@ def the_run(run: str | None, workspace: str | Path) -> tuple[Workspace, RunRecor
     ConfigurationError
         There is none, or several; the message names the nearest.
     """
-    room = Workspace.read_only(workspace)
-    return room, required_run(room, run, "a workspace with a run")
+    ws = Workspace.read_only(workspace)
+    return ws, required_run(ws, run, "a workspace with a run")
 
 
 def gone(workspace: Workspace, stage_id: str, what: str, run: str) -> DataError:

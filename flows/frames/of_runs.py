@@ -26,7 +26,7 @@ from flows.frames.columns import (
     typed,
     typed_arrow,
 )
-from flows.running.status import Watcher, stage_names
+from flows.running.status import RunWatcher, stage_names
 from flows.stored import attempts_of, newest_rollouts, results_of, the_stage
 from infra.orchestrator.timeline import run_incidents
 from infra.store.sweep_records import read_sweep
@@ -66,10 +66,10 @@ def stages_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd.Da
     WorkspaceError
         A record is damaged; the message names it and the fix.
     """
-    room, record = the_run(run, workspace)
+    ws, record = the_run(run, workspace)
     rows = []
-    for stage in Watcher(room, record).look().stages:
-        found = room.read_record(stage.id)
+    for stage in RunWatcher(ws, record).look().stages:
+        found = ws.read_record(stage.id)
         attempts = found.attempts if found is not None else ()
         rows.append(
             {
@@ -116,10 +116,10 @@ def metrics_frame(
     WorkspaceError
         A line of the log is damaged.
     """
-    room, record = the_run(run, workspace)
+    ws, record = the_run(run, workspace)
     if stage is None:
-        stage = _last_logged(room, record)
-    return metrics_of(room, the_stage(record, stage), columns)
+        stage = _last_logged(ws, record)
+    return metrics_of(ws, the_stage(record, stage), columns)
 
 
 def metrics_of(
@@ -183,11 +183,11 @@ def evaluations_frame(run: str | None = None, workspace: str | Path = _HERE) -> 
     WorkspaceError
         A record is damaged.
     """
-    room, record = the_run(run, workspace)
+    ws, record = the_run(run, workspace)
     rows: list[dict[str, Any]] = []
     floor: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, stage_id in evaluate_stages(record.stages).items():
-        report = results_of(room, stage_id) or {}
+        report = results_of(ws, stage_id) or {}
         rows += [_number(entry, name) for entry in report.get("evaluations", ())]
         for entry in report.get("reference", ()):
             key = (entry["protocol"], entry["metric"], entry["decoding"])
@@ -221,8 +221,8 @@ def incidents_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd
     WorkspaceError
         A record is damaged.
     """
-    room, record = the_run(run, workspace)
-    return make_frame("incidents", [asdict(i) for i in run_incidents(room, record)])
+    ws, record = the_run(run, workspace)
+    return make_frame("incidents", [asdict(i) for i in run_incidents(ws, record)])
 
 
 def trials_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
@@ -250,8 +250,8 @@ def trials_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
     """
     from flows.sweeping.status import SweepWatcher
 
-    room = Workspace.read_only(workspace)
-    record = read_sweep(room, sweep)
+    ws = Workspace.read_only(workspace)
+    record = read_sweep(ws, sweep)
     levels = {arm.name: {f"level/{f}": v for f, v in arm.levels.items()} for arm in record.arms}
     rows = [
         {
@@ -262,7 +262,7 @@ def trials_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
             "stage": standing.stage or None,
             "baseline": standing.arm == record.baseline,
         }
-        for standing in SweepWatcher(room, record.name).standings(record)
+        for standing in SweepWatcher(ws, record.name).standings(record)
     ]
     return make_frame("trials", rows, list(dict.fromkeys(n for of in levels.values() for n in of)))
 
@@ -334,13 +334,13 @@ def sweep_metrics_frame(
     """
     import pandas as pd
 
-    room = Workspace.read_only(workspace)
+    ws = Workspace.read_only(workspace)
     parts = []
-    for trial in trials_of(read_sweep(room, sweep), arms):
+    for trial in trials_of(read_sweep(ws, sweep), arms):
         if stage not in trial.stages:
             what = f"The trials of sweep {sweep} have no stage"
             raise no_such(what, stage, trial.stages, "name one of these in stage=")
-        metrics = metrics_of(room, trial.stages[stage], columns)
+        metrics = metrics_of(ws, trial.stages[stage], columns)
         place = {"arm": [trial.arm] * len(metrics), "seed": [trial.seed] * len(metrics)}
         parts.append(pd.concat([typed(TABLES["trials"], place), metrics], axis=1))
     return pd.concat(parts, ignore_index=True)
@@ -396,17 +396,17 @@ def rollouts_frame(
     DataError
         The rollouts were deleted or reclaimed, or a file is damaged.
     """
-    room, record = the_run(run, workspace)
+    ws, record = the_run(run, workspace)
     stage_id = the_stage(record, stage)
-    _, files = newest_rollouts(room, stage_id)
-    if not files and room.layout.stage(stage_id).result.exists():
+    _, files = newest_rollouts(ws, stage_id)
+    if not files and ws.layout.stage(stage_id).result.exists():
         if not stage_id.startswith("grpo-"):
             raise ConfigurationError(
                 f"The stage {stage} of run {record.run} samples no rollouts.",
                 expected="a stage that trains on rewards, such as grpo",
                 fix="leave stage= out, or see samples_frame for what evaluations have sampled",
             )
-        raise gone(room, stage_id, "rollouts", record.run)
+        raise gone(ws, stage_id, "rollouts", record.run)
     table = TABLES["rollouts"]
     parts = [_read_rollouts(files[step], columns) for step in _steps(steps, files, record.run)]
     return typed_arrow(table, parts, (n for n in table if columns is None or n in columns))
@@ -521,9 +521,9 @@ def samples_frame(
     DataError
         A samples file was deleted or reclaimed, or is damaged.
     """
-    room, record = the_run(run, workspace)
+    ws, record = the_run(run, workspace)
     stages = {n: record.stages[n] for n in stage_names(record)}
-    files = list(_sample_files(room, stages, record.run))
+    files = list(_sample_files(ws, stages, record.run))
     return _frame(_only_of(files, model, decoding, f"Run {record.run}"), columns)
 
 
@@ -562,12 +562,12 @@ def sweep_samples_frame(
     DataError
         A samples file was deleted or reclaimed, or is damaged.
     """
-    room = Workspace.read_only(workspace)
-    record = read_sweep(room, sweep)
+    ws = Workspace.read_only(workspace)
+    record = read_sweep(ws, sweep)
     files = [
         file._replace(place={"arm": trial.arm, "seed": trial.seed, **file.place})
         for trial in trials_of(record, arms)
-        for file in _sample_files(room, trial.stages, f"{sweep}:{trial.name}")
+        for file in _sample_files(ws, trial.stages, f"{sweep}:{trial.name}")
     ]
     return _frame(_only_of(files, model, decoding, f"Sweep {sweep}"), columns, ("arm", "seed"))
 

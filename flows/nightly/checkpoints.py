@@ -1,10 +1,10 @@
 """Resolves the checkpoints of a nightly file to weights, and plans their evaluations.
 
-In: a :class:`Checkpoint`, the workspace. Out: a :class:`Resolved`, or an error. Frozen checkpoints
-are checked as well: a folder whose content differs from the pinned digest is refused. The plan is
-the recipe's evaluation (`data` and `evaluate` alone) with these weights as its base. The same
-weights have the same stages every night, so nothing is evaluated twice; the canary has a separate
-occasion each night, and is sampled and judged again.
+In: a :class:`Checkpoint`, the workspace. Out: a :class:`ResolvedWeights`, or an error. Frozen
+checkpoints are checked as well: a folder whose content differs from the pinned digest is refused.
+The plan is the recipe's evaluation (`data` and `evaluate` alone) with these weights as its base.
+The same weights have the same stages every night, so nothing is evaluated twice; the canary has a
+separate occasion each night, and is sampled and judged again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from flows.checking.sources import model_digest
 from flows.running.calls import check_supported, make_recipe_plan
-from flows.running.status import find_run, has_begun, newest_runs
+from flows.running.status import find_run, has_started, newest_runs
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -26,19 +26,19 @@ from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord, trial_of
-from refiner_core.nightly.definition import Checkpoint, Nightly, Source
+from refiner_core.nightly.definition import Checkpoint, CheckpointSource, Nightly
 
 _PATIENCE_S = 60.0
 
 
-class NothingYet(RefinerError, RuntimeError):
+class CheckpointNotReady(RefinerError, RuntimeError):
     """There is no such checkpoint yet."""
 
     resumable = True
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedWeights:
     """Resolved weights.
 
     Attributes
@@ -58,7 +58,7 @@ class Resolved:
     what: str
 
 
-def resolve(checkpoint: Checkpoint, workspace: Workspace) -> Resolved:
+def resolve(checkpoint: Checkpoint, workspace: Workspace) -> ResolvedWeights:
     """The current weights of a checkpoint.
 
     Raises
@@ -74,17 +74,19 @@ def resolve(checkpoint: Checkpoint, workspace: Workspace) -> Resolved:
     if source.kind == "hub":
         revision = source.revision if source.is_commit else _commit(source)
         digest = model_digest(source.ref, revision)
-        return Resolved(checkpoint, source.ref, revision, digest, f"{source.ref}@{revision[:12]}")
+        return ResolvedWeights(
+            checkpoint, source.ref, revision, digest, f"{source.ref}@{revision[:12]}"
+        )
     if source.kind == "folder":
         builtin = source.ref.startswith("builtin:")
         ref = source.ref if builtin else str(Path(source.ref).expanduser().absolute())
-        return _checked(Resolved(checkpoint, ref, "", model_digest(ref, ""), source.ref))
+        return _checked(ResolvedWeights(checkpoint, ref, "", model_digest(ref, ""), source.ref))
     if source.kind == "stage":
         return _checked(_of_stage(checkpoint, workspace, source.ref))
     return _newest(checkpoint, workspace)
 
 
-def _checked(found: Resolved) -> Resolved:
+def _checked(found: ResolvedWeights) -> ResolvedWeights:
     source = found.checkpoint.source
     if not source.digest or source.digest == found.digest:
         return found
@@ -97,7 +99,7 @@ def _checked(found: Resolved) -> Resolved:
     )
 
 
-def _of_stage(checkpoint: Checkpoint, workspace: Workspace, stage_id: str) -> Resolved:
+def _of_stage(checkpoint: Checkpoint, workspace: Workspace, stage_id: str) -> ResolvedWeights:
     output = workspace.output_dir(stage_id)
     folder = (output or Path()) / "model"
     if output is None or not folder.is_dir():
@@ -106,17 +108,19 @@ def _of_stage(checkpoint: Checkpoint, workspace: Workspace, stage_id: str) -> Re
             expected="the id of a stage that has trained or exported a model",
             fix="see `refiner status`, or name another workspace=DIR",
         )
-    return Resolved(checkpoint, str(folder), "", model_digest(str(folder), ""), stage_id)
+    return ResolvedWeights(checkpoint, str(folder), "", model_digest(str(folder), ""), stage_id)
 
 
-def _newest(checkpoint: Checkpoint, workspace: Workspace) -> Resolved:
+def _newest(checkpoint: Checkpoint, workspace: Workspace) -> ResolvedWeights:
     what, _, name = checkpoint.source.ref.partition(" ")
     for run, stage_id in _models(workspace, what, name):
         output = workspace.output_dir(stage_id)
         if output is not None and (output / "model").is_dir():
             found = _of_stage(checkpoint, workspace, stage_id)
-            return Resolved(checkpoint, found.ref, "", found.digest, f"{stage_id} of {run.run}")
-    raise NothingYet(
+            return ResolvedWeights(
+                checkpoint, found.ref, "", found.digest, f"{stage_id} of {run.run}"
+            )
+    raise CheckpointNotReady(
         f"Nothing of {what} {name} is finished in {workspace.root} yet.",
         expected="a training stage that has ended, or an exported checkpoint",
         fix="train it; the next night looks again",
@@ -135,7 +139,7 @@ def _models(workspace: Workspace, what: str, name: str) -> Iterator[tuple[RunRec
     for run in newest_runs(workspace, models=True):
         if name in _names(run, what):
             found = _models_of(run, workspace)
-            yield from ((run, i) for i in found if has_begun(workspace, run, i))
+            yield from ((run, i) for i in found if has_started(workspace, run, i))
     for run in workspace.runs(newest_first=True):
         if name in _names(run, what) and "nightly" not in run.provenance:
             yield from ((run, stage_id) for stage_id in _models_of(run, workspace))
@@ -164,7 +168,7 @@ def _models_of(run: RunRecord, workspace: Workspace) -> list[str]:
     return [stage_id for _, stage_id in sorted(found, reverse=True)]
 
 
-def _commit(source: Source) -> str:
+def _commit(source: CheckpointSource) -> str:
     """Commit of a branch or tag on the Hub."""
     from infra.hub.target import open_hub
 
@@ -180,7 +184,7 @@ def _commit(source: Source) -> str:
     return known[source.revision]
 
 
-def night_overrides(nightly: Nightly, found: Resolved, night: str) -> list[str]:
+def night_overrides(nightly: Nightly, found: ResolvedWeights, night: str) -> list[str]:
     """Overrides of the recipe for a checkpoint, as on a command line."""
     changes: dict[str, Any] = {
         "stages": ["data", "evaluate"],
@@ -196,7 +200,7 @@ def night_overrides(nightly: Nightly, found: Resolved, night: str) -> list[str]:
     return [*nightly.overrides, *(f"{k}={json.dumps(v)}" for k, v in changes.items())]
 
 
-def night_plan(nightly: Nightly, found: Resolved, night: str) -> Plan:
+def night_plan(nightly: Nightly, found: ResolvedWeights, night: str) -> Plan:
     """The plan of one checkpoint in one night.
 
     Raises

@@ -1,8 +1,8 @@
 """History of a nightly evaluation: its rows, series and alerts, and the delivery of alerts.
 
 In: a nightly evaluation and its records; evaluated plans, for new rows, with the values of watched
-metrics per prompt, since outputs of old stages may be reclaimed. Out: one :class:`Reading` for the
-page, the terminal and scripts; alerts, sent once per change through every channel. A failing
+metrics per prompt, since outputs of old stages may be reclaimed. Out: one :class:`HistoryView` for
+the page, the terminal and scripts; alerts, sent once per change through every channel. A failing
 channel never fails a night: its error is recorded, and the alert is not sent again. A command gets
 the plain fields in ``REFINER_ALERT_TITLE``, ``_TEXT``, ``_KIND``, ``_CAUSE``, …
 """
@@ -13,33 +13,33 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from flows.nightly.checkpoints import Resolved, evaluations_in
-from flows.notifying.channels import ChannelFailed, send
+from flows.nightly.checkpoints import ResolvedWeights, evaluations_in
+from flows.notifying.channels import ChannelError, send
 from infra.store.nightly_records import NightlyRecords
 from infra.store.records import now_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import StageResult, picked, to_json
-from refiner_core.nightly.changes import Series, Values, alert_of, per_prompt, series_of
-from refiner_core.nightly.definition import ROW_VERSION, Nightly, Row, Schedule
-from refiner_core.nightly.page import Reading, open_alerts
+from refiner_core.nightly.changes import NightSeries, Values, alert_of, per_prompt, series_of
+from refiner_core.nightly.definition import ROW_VERSION, Nightly, NightRow, Schedule
+from refiner_core.nightly.page import HistoryView, open_alerts
 from refiner_core.report.printing import measured
 
 HISTORY_VERSION = 1
 
 
-def read_history(nightly: Nightly, workspace: Workspace) -> Reading:
+def read_history(nightly: Nightly, workspace: Workspace) -> HistoryView:
     """All records of a nightly evaluation."""
     records = NightlyRecords(workspace, nightly.name)
     rows = records.rows()
 
-    def values_of(row: Row, metric: str) -> Values | None:
+    def values_of(row: NightRow, metric: str) -> Values | None:
         return records.values(row.stage, row.protocol, metric)
 
     nights = records.nights()
     missed = {night: records.missed(night) for night in nights}
-    return Reading(
+    return HistoryView(
         nightly=nightly,
         rows=tuple(rows),
         series=tuple(series_of(rows, values_of, nightly.alerts)),
@@ -49,7 +49,7 @@ def read_history(nightly: Nightly, workspace: Workspace) -> Reading:
     )
 
 
-def history_json(reading: Reading) -> dict[str, Any]:
+def history_json(reading: HistoryView) -> dict[str, Any]:
     """A history as JSON."""
     return {
         "version": HISTORY_VERSION,
@@ -66,7 +66,7 @@ CSV_COLUMNS = (
 )
 
 
-def history_lines(reading: Reading) -> list[dict[str, Any]]:
+def history_lines(reading: HistoryView) -> list[dict[str, Any]]:
     """One line per metric value."""
     found = []
     for row in reading.rows:
@@ -77,7 +77,7 @@ def history_lines(reading: Reading) -> list[dict[str, Any]]:
     return found
 
 
-def raise_alerts(reading: Reading, records: NightlyRecords) -> list[dict[str, Any]]:
+def raise_alerts(reading: HistoryView, records: NightlyRecords) -> list[dict[str, Any]]:
     """Record and return new alerts.
 
     A late line may move a detected change by a night: that is the same change.
@@ -106,10 +106,10 @@ def deliver(
         for alarm in nightly.alerts.alarms:
             try:
                 send(alarm, alert, prefix="REFINER_ALERT_")
-            except ChannelFailed as error:
+            except ChannelError as error:
                 whys[alarm.name] = str(error)
         if whys:
-            records.note_not_told(alert["id"], whys)
+            records.note_unsent(alert["id"], whys)
         failed |= {f"{alert['id']} by {channel}": why for channel, why in whys.items()}
     return failed
 
@@ -119,7 +119,7 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(one[k] == other[k] for k in keys) and bool({*one["nights"]} & {*other["nights"]})
 
 
-def _beside(canary: Series, since: str, reading: Reading) -> Sequence[str]:
+def _beside(canary: NightSeries, since: str, reading: HistoryView) -> Sequence[str]:
     """Checkpoints measured since then, under the same protocol."""
     names = [
         row.checkpoint
@@ -141,9 +141,9 @@ def harvest(
     nightly: Nightly,
     workspace: Workspace,
     plan: Plan,
-    found: Resolved,
+    found: ResolvedWeights,
     night: str,
-    known: Sequence[Row],
+    known: Sequence[NightRow],
     *,
     measured_in: str,
     run: str,
@@ -168,7 +168,7 @@ def harvest(
         for decoding in dict.fromkeys(e["decoding"] for e in evaluations):
             entries = [e for e in evaluations if e["decoding"] == decoding]
             main = next((e for e in entries if e["metric"] != "reward"), entries[0])
-            row = Row(
+            row = NightRow(
                 version=ROW_VERSION,
                 nightly=nightly.name,
                 night=night,
@@ -195,7 +195,7 @@ def harvest(
 
 
 def _keep_values(
-    workspace: Workspace, records: NightlyRecords, row: Row, watched: Sequence[str]
+    workspace: Workspace, records: NightlyRecords, row: NightRow, watched: Sequence[str]
 ) -> None:
     there = [metric for metric in watched if metric in row.numbers]
     wanted = [m for m in there if records.values(row.stage, row.protocol, m) is None]
@@ -233,7 +233,7 @@ def _facts(plan: Plan, stage: PlannedStage, result: StageResult) -> dict[str, st
 _LAST = 7
 
 
-def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dict[str, Any]:
+def status_json(reading: HistoryView, records: NightlyRecords, now: datetime) -> dict[str, Any]:
     """Status of a nightly evaluation as JSON."""
     nightly = reading.nightly
     schedule = Schedule(nightly.schedule, nightly.timezone)
@@ -246,9 +246,7 @@ def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dic
         "nights": {n: night_state(records, n) for n in reading.nights[-_LAST:]},
         "series": [_series_json(s) for s in reading.series],
         "open_alerts": [dict(a) for a in open_alerts(reading.alerts)],
-        "undelivered": {
-            a["id"]: whys for a in reading.alerts if (whys := records.not_told(a["id"]))
-        },
+        "undelivered": {a["id"]: whys for a in reading.alerts if (whys := records.unsent(a["id"]))},
     }
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from flows.nightly.checkpoints import (
-    NothingYet,
-    Resolved,
+    CheckpointNotReady,
+    ResolvedWeights,
     is_done,
     night_overrides,
     night_plan,
@@ -32,9 +32,9 @@ from flows.nightly.checkpoints import (
 from flows.nightly.history import deliver, harvest, raise_alerts, read_history, status_json
 from flows.running.calls import pin_code, record_run
 from flows.running.console import Console
-from flows.running.showing import orchestrate
+from flows.running.foreground import orchestrate
 from infra.jobs.dispatch import make_router
-from infra.orchestrator.members import Member, Source
+from infra.orchestrator.members import Member, MemberSource
 from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
 from infra.store.orchestrators import orchestrator_of
@@ -50,14 +50,14 @@ from refiner_core.contract.shipped import find_file, shipped_files
 from refiner_core.contract.types import StageView
 from refiner_core.evaluation.metrics import has_metric, metrics_of
 from refiner_core.nightly.definition import Nightly, Schedule, parse_nightly
-from refiner_core.nightly.page import Reading, trend_page
+from refiner_core.nightly.page import HistoryView, trend_page
 
 Tell = Callable[[str], None]
 NightState = Literal["done", "incomplete", "busy", "missed"]
 
 
 @dataclass(frozen=True)
-class _At:
+class _NightContext:
     """Context of a night."""
 
     nightly: Nightly
@@ -123,7 +123,7 @@ class CheckedNightly(NamedTuple):
 class NightlyHistory(NamedTuple):
     """All nights of a nightly evaluation, and its records."""
 
-    reading: Reading
+    reading: HistoryView
     records: NightlyRecords
 
 
@@ -216,7 +216,7 @@ def check_nightly(file: str, overrides: Sequence[str] = ()) -> CheckedNightly:
         for checkpoint in nightly.checkpoints:
             try:
                 resolve(checkpoint, workspace)
-            except (NothingYet, HubOutage) as error:
+            except (CheckpointNotReady, HubOutage) as error:
                 warnings.append(f"{checkpoint.name}: {error.what}")
             except RefinerError as error:
                 raise error.of(f"`{checkpoint.name}`") from None
@@ -388,7 +388,7 @@ def run_night(
                 return NightOutcome(nightly.name, wanted, "busy", late, message=refusal)
             entries: tuple[_Entry, ...] = ()
             if records.ended(wanted) is None:
-                entries = _tonight(_At(nightly, workspace, records, tell), wanted)
+                entries = _tonight(_NightContext(nightly, workspace, records, tell), wanted)
                 if all(e.state != "failed" for e in entries):
                     states = {e.checkpoint: e.state for e in entries}
                     records.end_night(wanted, {"entries": states})
@@ -410,7 +410,7 @@ def run_night(
 
 
 def _carry_out(
-    at: _At, night: str, wanted: Sequence[tuple[Resolved, Plan]]
+    at: _NightContext, night: str, wanted: Sequence[tuple[ResolvedWeights, Plan]]
 ) -> dict[str, tuple[str, Mapping[str, StageView]]]:
     """Work on a recorded call for each plan until its end; unfinished calls of this night continue.
     Returns the call and its last views, by checkpoint.
@@ -443,11 +443,11 @@ def _carry_out(
 
     config = members[0].plan.config
     router = make_router(config.dispatch, workspace)
-    orchestrate(Source(members, tell), workspace, router, config, console=Console(quiet=True))
+    orchestrate(MemberSource(members, tell), workspace, router, config, console=Console(quiet=True))
     return {member.name: (member.run.run, member.views()) for member in members}
 
 
-def _begun(at: _At, night: str, checkpoint: str, plan: Plan) -> RunRecord | None:
+def _begun(at: _NightContext, night: str, checkpoint: str, plan: Plan) -> RunRecord | None:
     wanted = {s.name: s.id for s in plan.stages}
     for noted in reversed(at.records.runs_of(night, checkpoint)):
         run = at.workspace.read_run(noted["run"])
@@ -478,15 +478,15 @@ def _night_held(records: NightlyRecords, night: str, take_over: bool = False) ->
         records.leave_night(night, who.turn + 1)
 
 
-def _tonight(at: _At, night: str) -> tuple[_Entry, ...]:
+def _tonight(at: _NightContext, night: str) -> tuple[_Entry, ...]:
     """Every checkpoint of the current night."""
     entries: dict[str, _Entry] = {}
-    plans: dict[str, tuple[Resolved, Plan]] = {}
+    plans: dict[str, tuple[ResolvedWeights, Plan]] = {}
     for checkpoint in at.nightly.everybody:
         try:
             found = resolve(checkpoint, at.workspace)
             plans[checkpoint.name] = (found, night_plan(at.nightly, found, night))
-        except NothingYet as error:
+        except CheckpointNotReady as error:
             at.records.miss(night, checkpoint.name, error.what)
             entries[checkpoint.name] = _Entry(checkpoint.name, "missing", error.what)
         except (HubOutage, HubRefused, ConfigurationError) as error:
@@ -517,7 +517,7 @@ def _tonight(at: _At, night: str) -> tuple[_Entry, ...]:
     return tuple(entries[c.name] for c in at.nightly.everybody)
 
 
-def _pinned_canary(nightly: Nightly, workspace: Workspace) -> Resolved:
+def _pinned_canary(nightly: Nightly, workspace: Workspace) -> ResolvedWeights:
     """The canary; refuses one that may change or has changed."""
     found, source = resolve(nightly.canary, workspace), nightly.canary.source
     if not source.digest and not source.is_commit:

@@ -1,7 +1,7 @@
 """Channels for a message: a command, or addresses of Apprise.
 
 In: a message as JSON, with ``title``, ``text`` and ``kind``. Out: nothing, or
-:class:`ChannelFailed` with a reason that holds no secret.
+:class:`ChannelError` with a reason that holds no secret.
 
 A *command* is run by the shell, with the message as JSON on standard input and its fields in the
 environment. Its output is shown or discarded, never recorded: it may be a secret. An *address* is
@@ -25,7 +25,7 @@ from typing import Any
 
 from infra.host.processes import environment
 from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.sections.steering import VARIABLE, Alarm
+from refiner_core.contract.sections.steering import VARIABLE, NotifyChannel
 
 _COMMAND_S = 60.0
 _ANSWER_S, _TRIES, _PAUSE_S = 10.0, 3, 1.0
@@ -34,14 +34,14 @@ _TRY = "try it with `refiner notify test RECIPE`"
 _TYPES = {"finished": "success", "failed": "failure", "paused": "warning"}
 
 
-class ChannelFailed(RefinerError, RuntimeError):
+class ChannelError(RefinerError, RuntimeError):
     """A message was not sent."""
 
     resumable = True
 
 
 def send(
-    alarm: Alarm, message: Mapping[str, Any], *, prefix: str = "REFINER_", show: bool = True
+    alarm: NotifyChannel, message: Mapping[str, Any], *, prefix: str = "REFINER_", show: bool = True
 ) -> None:
     """Send a message through one channel.
 
@@ -62,11 +62,11 @@ def send(
         return
     try:
         _post(alarm.what, message)
-    except ChannelFailed:
+    except ChannelError:
         raise
     except Exception as error:
         # A bug in the plugin of a service; its message and traceback may hold the address.
-        raise ChannelFailed(
+        raise ChannelError(
             f"{alarm.what} failed ({type(error).__name__})",
             expected="a service that Apprise can talk to",
             fix=_TRY,
@@ -108,13 +108,13 @@ def _command(command: str, message: Mapping[str, Any], prefix: str, show: bool) 
             process.wait()
             raise
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise ChannelFailed(
+        raise ChannelError(
             f"The command did not end: {type(error).__name__}",
             expected=f"its end within {_COMMAND_S:g} s",
             fix=_TRY,
         ) from error
     if process.returncode:
-        raise ChannelFailed(
+        raise ChannelError(
             f"The command ended with code {process.returncode}", expected="code 0", fix=_TRY
         )
 
@@ -122,7 +122,7 @@ def _command(command: str, message: Mapping[str, Any], prefix: str, show: bool) 
 def _post(name: str, message: Mapping[str, Any]) -> None:
     found = addresses(name)
     if not found:
-        raise ChannelFailed(
+        raise ChannelError(
             f"{name} holds no address",
             expected="one per line: an address of Apprise, or an http(s) URL for the message",
             fix=f"export {name}=…" if VARIABLE.fullmatch(name) else f"write it into {name}",
@@ -133,7 +133,7 @@ def _post(name: str, message: Mapping[str, Any]) -> None:
             if not (why := _refusal(address, message)):
                 break
         else:
-            raise ChannelFailed(
+            raise ChannelError(
                 f"Address {number} in {name} {why}",
                 expected="a server that accepts it, such as https://…, slack://…, mailto://…",
                 fix=f"correct {name}; {_TRY}",

@@ -22,7 +22,7 @@ from refiner_core.report.printing import counted, measured
 _OVER_S = 600.0
 
 
-class Sight(NamedTuple):
+class StageState(NamedTuple):
     """Current state of a stage: ``cause`` if it is paused, with ``reason`` in words."""
 
     cause: str = ""
@@ -39,7 +39,7 @@ class Pauses:
         self._told: set[str] = set()
 
     def look(
-        self, sights: Mapping[str, Sight], now: float, *, quiet: bool = False
+        self, sights: Mapping[str, StageState], now: float, *, quiet: bool = False
     ) -> list[tuple[str, list[str], str]]:
         """New pauses: cause, paused stages, and the reason of the last; ``now`` in seconds.
         ``quiet``: report none yet."""
@@ -48,18 +48,18 @@ class Pauses:
             del self._seen[cause], self._began[cause]
             self._told.discard(cause)
         stages: dict[str, list[str]] = {}
-        for stage, sight in sights.items():
-            if sight.cause:
-                stages.setdefault(sight.cause, []).append(stage)
-                self._began.setdefault(sight.cause, now)
-                self._seen[sight.cause] = now
-        news = [
+        for stage, job_status in sights.items():
+            if job_status.cause:
+                stages.setdefault(job_status.cause, []).append(stage)
+                self._began.setdefault(job_status.cause, now)
+                self._seen[job_status.cause] = now
+        new_events = [
             (cause, some, sights[some[-1]].reason)
             for cause, some in stages.items()
             if now - self._began[cause] >= self._moment_s and cause not in self._told and not quiet
         ]
-        self._told.update(cause for cause, *_ in news)
-        return news
+        self._told.update(cause for cause, *_ in new_events)
+        return new_events
 
 
 MESSAGE_VERSION = 1

@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from flows.notifying.channels import ChannelFailed, send
+from flows.notifying.channels import ChannelError, send
 from flows.notifying.messages import Topic
 from infra.host.processes import host_name, own_python
 from infra.orchestrator.timeline import run_events
@@ -32,14 +32,14 @@ from refiner_core.contract.config import NotifyConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.records import from_json, to_json
-from refiner_core.contract.sections.steering import Alarm, alarms_of, check_notify
+from refiner_core.contract.sections.steering import NotifyChannel, alarms_of, check_notify
 from refiner_core.report.printing import counted
 
 NOT_TOLD = "not_told"
 #: Maximum wait for the last messages at the end of a run, seconds.
 CATCH_UP_S = 10.0
 #: Slurm kills a requeued job with all its processes: then no sender reports its end.
-_MOURN_AFTER_S = 3.0
+_LOST_AFTER_S = 3.0
 
 
 class Sender:
@@ -53,14 +53,14 @@ class Sender:
         Start of the call, for ``notify.after_min``.
     events
         Event log for failures.
-    say
+    print_line
         Receives failures.
     """
 
     def __init__(
-        self, notify: NotifyConfig, began_at: str, events: Path, say: Callable[[str], None]
+        self, notify: NotifyConfig, began_at: str, events: Path, print_line: Callable[[str], None]
     ) -> None:
-        self._notify, self._events, self._say = notify, events, say
+        self._notify, self._events, self._print_line = notify, events, print_line
         began = datetime.fromisoformat(began_at) if began_at else None
         self._loud_at = (began.timestamp() if began else 0.0) + 60.0 * notify.after_min
         self._process: subprocess.Popen[str] | None = None
@@ -83,7 +83,7 @@ class Sender:
                 start_new_session=True,  # Ctrl-C in the terminal is for the orchestrator
             )
         except OSError as error:
-            self._say(f"no messages will be sent about this run: {error.strerror or error}")
+            self._print_line(f"no messages will be sent about this run: {error.strerror or error}")
             return
         alarms = [to_json(alarm) for alarm in alarms_of(self._notify)]
         last = (
@@ -110,14 +110,14 @@ class Sender:
         try:
             said, _ = process.communicate(timeout=CATCH_UP_S)
         except subprocess.TimeoutExpired:
-            self._say(
+            self._print_line(
                 f"A message is still on its way; process {process.pid} retries for up to "
                 "two minutes, and `refiner status` shows a failure. The results are not "
                 "affected."
             )
             return
         for line in said.splitlines():
-            self._say(line)
+            self._print_line(line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         process = self._process
@@ -127,7 +127,9 @@ class Sender:
             process.stdin.write(json.dumps(line) + "\n")
             process.stdin.flush()
         except OSError as error:
-            self._say(f"no more messages about this run, the sender is gone: {error.strerror}")
+            self._print_line(
+                f"no more messages about this run, the sender is gone: {error.strerror}"
+            )
             self._process = None
 
 
@@ -137,7 +139,7 @@ class Sender:
 def serve(stream: IO[str]) -> None:
     """Send the messages of a stream until it ends, through every channel in its own thread."""
     head = json.loads(stream.readline())
-    threads = [(from_json(Alarm, a), ThreadPoolExecutor(1)) for a in head["alarms"]]
+    threads = [(from_json(NotifyChannel, a), ThreadPoolExecutor(1)) for a in head["alarms"]]
 
     def take(message: Mapping[str, Any]) -> None:
         for alarm, thread in threads:
@@ -153,18 +155,18 @@ def serve(stream: IO[str]) -> None:
             break
         take(told["message"])
     if not ended and "gone" in head:
-        time.sleep(_MOURN_AFTER_S)
+        time.sleep(_LOST_AFTER_S)
         if time.time() >= head["loud_at"]:
             take(head["gone"])
     for _, thread in threads:
         thread.shutdown()
 
 
-def _send(alarm: Alarm, message: Mapping[str, Any], events: Path) -> None:
+def _send(alarm: NotifyChannel, message: Mapping[str, Any], events: Path) -> None:
     try:
         send(alarm, message, show=False)
         return
-    except ChannelFailed as error:
+    except ChannelError as error:
         why = str(error)
     told = {"kind": message["kind"], "title": message["title"], "channel": alarm.name}
     # A full disk, and an orchestrator that has ended: there is no reader.
@@ -217,7 +219,7 @@ def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> lis
         began, why = time.monotonic(), ""
         try:
             send(alarm, message)
-        except ChannelFailed as error:
+        except ChannelError as error:
             why = str(error)
         seconds = round(time.monotonic() - began, 2)
         row = {"channel": alarm.name, "seconds": seconds, "why": why, "delivered": not why}
@@ -225,16 +227,16 @@ def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> lis
     return tried
 
 
-def not_told(workspace: Workspace, call: str) -> list[dict[str, Any]]:
+def unsent(workspace: Workspace, call: str) -> list[dict[str, Any]]:
     """Failed messages, oldest first: time, kind, title, channel, and reason."""
     keys = ("at", "kind", "title", "channel", "why")
     events = (e for e in run_events(workspace, call) if e.get("event") == NOT_TOLD)
     return [{key: str(event.get(key, "")) for key in keys} for event in events]
 
 
-def not_told_lines(workspace: Workspace, call: str) -> Iterator[str]:
+def unsent_lines(workspace: Workspace, call: str) -> Iterator[str]:
     """Lines for people: the last failure, and the command that tests the channel."""
-    for event in (found := not_told(workspace, call))[-1:]:
+    for event in (found := unsent(workspace, call))[-1:]:
         yield (
             f"not sent: {counted(len(found), 'message')}, the last ({event['kind']}) by "
             f"{event['channel']}: {event['why']} (`refiner notify test` tries the channel)"

@@ -1,10 +1,10 @@
 """Runs of a proof: as in `refiner run`, each in its own workspace, one of them interrupted.
 
-In: a :class:`~flows.proving.planning.Plans`. Out: a proof each, with the interruptions as they
-happened: step and phase are those of the last heartbeat before the hit. Both runs of a proof use
-one copy of the code, as the checkout may be edited meanwhile. Workers are hit from outside (SIGKILL
-to the process group, or a request to stop), by their files on disk, as by a scheduler or a failing
-node.
+In: a :class:`~flows.proving.proof_plan.ProofPlans`. Out: a proof each, with the interruptions as
+they happened: step and phase are those of the last heartbeat before the hit. Both runs of a proof
+use one copy of the code, as the checkout may be edited meanwhile. Workers are hit from outside
+(SIGKILL to the process group, or a request to stop), by their files on disk, as by a scheduler or a
+failing node.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.proving.planning import OneStage, Plans, interruption_line
-from flows.running.calls import Pinned, make_recipe_plan, pin_code, record_run, work_on
+from flows.proving.proof_plan import ProofPlans, ProofStage, interruption_line
+from flows.running.calls import CodeSnapshot, make_recipe_plan, pin_code, record_run, work_on
 from flows.running.console import Console
-from flows.running.showing import Launch
+from flows.running.foreground import LaunchOptions
 from flows.stored import rollouts_by_step
-from infra.foreign.exports import link
+from infra.external.exports import link
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import make_router
 from infra.store import atomic
@@ -37,13 +37,13 @@ from infra.store.provenance import host, keep_scratch, new_scratch, versions, wr
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import Interrupted, StageFailed
-from refiner_core.contract.proofs import PROOF_VERSION, Comparison, Interruption, ResumeProof
+from refiner_core.contract.proofs import PROOF_VERSION, Interruption, ProofComparison, ResumeProof
 
 Tell = Callable[[str], None]
 
 
 def prove_resume(
-    plans: Plans, tell: Tell = lambda line: None, *, keep: bool = False
+    plans: ProofPlans, tell: Tell = lambda line: None, *, keep: bool = False
 ) -> list[ResumeProof]:
     """Prove that trainings resume exactly: run them straight and interrupted, and compare.
 
@@ -92,7 +92,7 @@ def prove_resume(
 
 
 def _prove(
-    plans: Plans, one: OneStage, straight: Workspace, pinned: Pinned, tell: Tell
+    plans: ProofPlans, one: ProofStage, straight: Workspace, pinned: CodeSnapshot, tell: Tell
 ) -> ResumeProof:
     began, name = time.monotonic(), f"interrupted {one.kind}"
     other = Workspace.open(straight.root.parent / name.replace(" ", "-"))
@@ -152,7 +152,7 @@ def _prove(
 
 def _run(
     workspace: Workspace,
-    pinned: Pinned,
+    pinned: CodeSnapshot,
     recipe: str,
     overrides: Sequence[str],
     name: str,
@@ -173,7 +173,7 @@ def _run(
     run = record_run(plan, workspace, recipe, words, pinned)
     workspace.write_run(run)
     console = _ProofConsole(name, tell)
-    outcome = work_on(plan, workspace, run, Launch(False, True), console=console)
+    outcome = work_on(plan, workspace, run, LaunchOptions(False, True), console=console)
     for view in (v for v in outcome.views.values() if v.state not in ("done", "skipped")):
         if console.stopping:
             raise Interrupted(
@@ -235,7 +235,7 @@ _LOOK_S = 0.002
 _SAVE = re.compile(re.escape(atomic.TEMPORARY) + r"step-(\d+)-a(\d+)")
 
 
-class _Sight(NamedTuple):
+class _WorkerState(NamedTuple):
     """State reported by a worker: the step that it is in (from 1), and the phase."""
 
     attempt: int
@@ -245,36 +245,36 @@ class _Sight(NamedTuple):
 
 
 def _interrupt(
-    paths: StagePaths, one: OneStage, hit: Callable[[Interruption], None], over: threading.Event
+    paths: StagePaths, one: ProofStage, hit: Callable[[Interruption], None], over: threading.Event
 ) -> list[Interruption]:
     """Wait for each point in turn and hit the worker there, once per attempt; yields the hits. A
     phase that ends unseen is replaced by the next possible moment."""
     waiting, made, after = list(one.points), list[Interruption](), 0
     while waiting and not over.wait(_LOOK_S) and not paths.result.exists():
-        point, sight = waiting[0], _look(paths, one.kind)
-        if sight is None or sight.attempt <= after or sight.step < point.step:
+        point, job_status = waiting[0], _look(paths, one.kind)
+        if job_status is None or job_status.attempt <= after or job_status.step < point.step:
             continue
-        if sight.step == point.step and sight.phase != point.phase:
+        if job_status.step == point.step and job_status.phase != point.phase:
             continue
         time.sleep(point.delay_s)
-        after = sight.attempt  # also if it had just ended
-        if not sight.worker.alive:
+        after = job_status.attempt  # also if it had just ended
+        if not job_status.worker.alive:
             continue
         if point.how == "stop":
-            sight.worker.terminate()
+            job_status.worker.terminate()
         else:
-            sight.worker.kill_group()
-            if not sight.worker.wait_gone(30.0):
+            job_status.worker.kill_group()
+            if not job_status.worker.wait_ended(30.0):
                 continue
-        last = _look(paths, one.kind) or sight  # its last report
-        if last.attempt == sight.attempt and not paths.result.exists():
-            made.append(Interruption(last.step, last.phase, point.how, sight.attempt))
+        last = _look(paths, one.kind) or job_status  # its last report
+        if last.attempt == job_status.attempt and not paths.result.exists():
+            made.append(Interruption(last.step, last.phase, point.how, job_status.attempt))
             hit(made[-1])
             del waiting[0]
     return made
 
 
-def _look(paths: StagePaths, kind: str) -> _Sight | None:
+def _look(paths: StagePaths, kind: str) -> _WorkerState | None:
     """The save that the last attempt is in, or was in when it died; else its heartbeat: GRPO
     reports each of its phases at once, SFT has only one, and logs each step."""
     number = max(paths.attempt_numbers(), default=0)
@@ -286,16 +286,16 @@ def _look(paths: StagePaths, kind: str) -> _Sight | None:
     for path in there.iterdir() if there.is_dir() else ():
         match = _SAVE.fullmatch(path.name)
         if match and int(match.group(2)) == number:
-            return _Sight(number, int(match.group(1)), "save", worker)
+            return _WorkerState(number, int(match.group(1)), "save", worker)
     if kind == "sft":
         lines = attempt.metrics.read_bytes().split(b"\n")[:-1] if attempt.metrics.exists() else ()
         step = int(json.loads(lines[-1])["step"]) if lines else None
-        return None if step is None else _Sight(number, step + 1, "update", worker)
+        return None if step is None else _WorkerState(number, step + 1, "update", worker)
     progress = _read(attempt.heartbeat).get("progress")
     if not progress:
         return None
     phase = "between steps" if progress["phase"] == "train" else str(progress["phase"])
-    return _Sight(number, int(progress["done"]) + 1, phase, worker)
+    return _WorkerState(number, int(progress["done"]) + 1, phase, worker)
 
 
 def _read(path: Any) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def as_they_were(
 # ---------------------------------------------------------------- comparison
 
 
-class _Trained(NamedTuple):
+class _TrainingResult(NamedTuple):
     """A finished training, for the comparison: step and metrics line by line, rollouts by step, the
     exported weights, and the last complete checkpoint, which is that of the last step."""
 
@@ -330,14 +330,14 @@ class _Trained(NamedTuple):
     checkpoint: Path
 
 
-def _read_trained(workspace: Workspace, stage_id: str) -> _Trained:
+def _read_trained(workspace: Workspace, stage_id: str) -> _TrainingResult:
     """Files of the attempt that finished; they have the complete history."""
     stage, result = workspace.layout.stage(stage_id), workspace.read_result(stage_id)
     checkpoint = CheckpointStore(stage.checkpoints, 0).latest()
     assert result is not None, "a finished run has results"
     assert checkpoint is not None, "a training ends with a checkpoint"
     paths = stage.attempt(result.attempt)
-    return _Trained(
+    return _TrainingResult(
         trace=[(line.step, line.metrics) for line in read_metrics(paths.metrics)],
         rollouts={n: read_rollouts(p) for n, p in rollouts_by_step(paths.rollouts).items()},
         model=stage.data / result.output_dir / "model",
@@ -345,7 +345,7 @@ def _read_trained(workspace: Workspace, stage_id: str) -> _Trained:
     )
 
 
-def _compare(straight: _Trained, hit: _Trained) -> list[Comparison]:
+def _compare(straight: _TrainingResult, hit: _TrainingResult) -> list[ProofComparison]:
     """All comparisons of two trainings, in the order of the work."""
     from refiner_core.training import equality  # imports torch
 

@@ -20,7 +20,7 @@ from flows.running.calls import (
     check_supported,
     publish_run,
     record_run,
-    with_room,
+    with_space,
 )
 from flows.running.status import find_run, newest_runs
 from infra.jobs.dispatch import make_router
@@ -121,8 +121,8 @@ def plan_publication(
     ConfigurationError
         There is no such run or step, or an override concerns another section.
     """
-    room = Workspace.read_only(workspace)
-    return _prepared(room, run, steps, overrides, evaluate=evaluate)[0]
+    ws = Workspace.read_only(workspace)
+    return _prepared(ws, run, steps, overrides, evaluate=evaluate)[0]
 
 
 def begin_publication(
@@ -150,12 +150,12 @@ def begin_publication(
     RefinerError
         As of :func:`flows.api.plan_publication`; or the Hub would refuse it.
     """
-    room = Workspace.read_only(workspace)
-    plan, whose, sources, words = _prepared(room, run, steps, overrides, evaluate=evaluate)
+    ws = Workspace.read_only(workspace)
+    plan, whose, sources, words = _prepared(ws, run, steps, overrides, evaluate=evaluate)
     check_hub_access(plan.config)
 
     def begin() -> tuple[Plan, Workspace, RunRecord]:
-        opened = Workspace.open(room.root)
+        opened = Workspace.open(ws.root)
         make_router(plan.config.dispatch, opened).check(plan.stages)
         recipe = str(whose.provenance.get("recipe") or whose.recipe)
         more: dict[str, Any] = {"sources": sources, "publishes": whose.run}
@@ -163,7 +163,7 @@ def begin_publication(
         opened.write_run(record)
         return plan, opened, record
 
-    return with_room(plan.config, begin)
+    return with_space(plan.config, begin)
 
 
 def publish_checkpoints(

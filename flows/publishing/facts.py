@@ -1,9 +1,10 @@
 """All facts of a card, collected from records.
 
-In: a `publish` or `card` stage. Out: :class:`Collected`: its :class:`CardFacts`, with the record
-behind each of them, and the weights. The same records (including the newest proof of exact resume)
-always give the same facts, here and in a copy of the workspace: facts that are known only at the
-time (the requesting call, the checked command, the text of a template) are recorded by the stage.
+In: a `publish` or `card` stage. Out: :class:`PublicationFacts`: its :class:`CardFacts`, with the
+record behind each of them, and the weights. The same records (including the newest proof of exact
+resume) always give the same facts, here and in a copy of the workspace: facts that are known only
+at the time (the requesting call, the checked command, the text of a template) are recorded by the
+stage.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flows.publishing.lineage import (
-    Behind,
+    Lineage,
     Subject,
     behind,
     cost_of,
@@ -128,7 +129,7 @@ def _number(
 
 
 @dataclass(frozen=True)
-class Collected:
+class PublicationFacts:
     """Facts of a publication, and its weights.
 
     ``role`` is that of the weights among the stage's inputs, ``asked`` the requesting call.
@@ -137,7 +138,7 @@ class Collected:
     """
 
     facts: CardFacts
-    made: Behind
+    made: Lineage
     role: str
     asked: RunRecord | None
     decided: Mapping[str, Any]
@@ -162,7 +163,7 @@ def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
     return collect(recorded_subject(workspace, stage_id)).facts
 
 
-def collect(subject: Subject) -> Collected:
+def collect(subject: Subject) -> PublicationFacts:
     """Facts of a `publish` or `card` stage."""
     workspace, config, model = subject.workspace, subject.config, subject.spec.model
     weights = weights_of(subject)
@@ -215,7 +216,7 @@ def collect(subject: Subject) -> Collected:
         records=records,
     )
     best = _choice_report(compared) if compared else None
-    return Collected(facts, made, role, runs[0], decided, best)
+    return PublicationFacts(facts, made, role, runs[0], decided, best)
 
 
 # ---------------------------------------------------------------- numbers
@@ -254,7 +255,7 @@ def _rank(role: str) -> tuple[str, tuple[int, int, str]]:
 # ---------------------------------------------------------------- training
 
 
-def _provenance(workspace: Workspace, made: Behind, began: RunRecord | None) -> dict[str, Any]:
+def _provenance(workspace: Workspace, made: Lineage, began: RunRecord | None) -> dict[str, Any]:
     code = began.provenance if began else {}
     trained = _worker(workspace, made)
     host = trained.get("host") or {}
@@ -277,7 +278,7 @@ def _provenance(workspace: Workspace, made: Behind, began: RunRecord | None) -> 
     }
 
 
-def _worker(workspace: Workspace, made: Behind) -> Mapping[str, Any]:
+def _worker(workspace: Workspace, made: Lineage) -> Mapping[str, Any]:
     """Hardware and software of the attempt that made the weights."""
     if made.whole:
         return need_result(workspace, made.trained).provenance
@@ -286,7 +287,7 @@ def _worker(workspace: Workspace, made: Behind) -> Mapping[str, Any]:
     return started.get("provenance") or {}
 
 
-def _recorded_fields(workspace: Workspace, made: Behind) -> tuple[str, ...] | None:
+def _recorded_fields(workspace: Workspace, made: Lineage) -> tuple[str, ...] | None:
     """Fields of the training's configuration, if they differ from today's."""
     recorded = workspace.part(workspace.layout.attempt(made.trained, made.last_attempt), "config")
     known = tuple(p for p, _ in walk(RecipeConfig) if _has(recorded, p))
@@ -301,7 +302,7 @@ def _has(values: Any, path: str) -> bool:
     return True
 
 
-def _tracking(workspace: Workspace, made: Behind) -> dict[str, str]:
+def _tracking(workspace: Workspace, made: Lineage) -> dict[str, str]:
     """Addresses of the stages' runs in an online tracker."""
     found = {}
     for name, attempts in made.attempts.items():
@@ -321,7 +322,7 @@ def _config_path(subject: Subject, stage_id: str, attempt: int) -> str:
 
 
 def _record_paths(
-    subject: Subject, made: Behind, runs: tuple[RunRecord | None, RunRecord | None]
+    subject: Subject, made: Lineage, runs: tuple[RunRecord | None, RunRecord | None]
 ) -> dict[str, str]:
     """Sources of the facts (except metrics), by the beginning of their dotted paths."""
     asked, began = runs

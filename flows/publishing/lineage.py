@@ -1,6 +1,6 @@
 """Lineage of published weights, from records: stages, attempts, the call, their cost.
 
-In: a `publish` or `card` stage, running or finished. Out: :class:`Behind`. It never changes once
+In: a `publish` or `card` stage, running or finished. Out: :class:`Lineage`. It never changes once
 the weights exist: of a continuing training, only the part before the checkpoint counts. Facts that
 are known only at the time (the checked command, the texts of files that may change, the calls that
 may be joined by others) are decided once, and recorded as ``made_with`` in the stage's report.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flows.cards.reproduction import Made, reproduce
+from flows.cards.reproduction import CheckpointOrigin, reproduce
 from flows.stages.work import StageWork
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
@@ -66,7 +66,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Behind:
+class Lineage:
     """Origin of weights.
 
     Attributes
@@ -163,7 +163,7 @@ def weights_of(subject: Subject) -> dict[str, str]:
     return {role: i for role, i in inputs.items() if role.partition("-")[0] == "weights"}
 
 
-def behind(workspace: Workspace, weights: str) -> Behind:
+def behind(workspace: Workspace, weights: str) -> Lineage:
     """Origin of weights.
 
     Parameters
@@ -184,7 +184,7 @@ def behind(workspace: Workspace, weights: str) -> Behind:
         reports[name] = {k: v for k, v in made.report.items() if k not in hidden}
         attempts[name] = _until_checkpoint(records[name], made.report)
     step = int(made.report["steps"])
-    return Behind(weights, trained, records, reports, attempts, step, not exported)
+    return Lineage(weights, trained, records, reports, attempts, step, not exported)
 
 
 def need_result(workspace: Workspace, stage_id: str) -> StageResult:
@@ -273,7 +273,7 @@ def runs_of(subject: Subject, trained: str) -> tuple[RunRecord | None, RunRecord
 
 
 def decide(
-    subject: Subject, made: Behind, runs: tuple[RunRecord | None, RunRecord | None]
+    subject: Subject, made: Lineage, runs: tuple[RunRecord | None, RunRecord | None]
 ) -> dict[str, Any]:
     """All of it.
 
@@ -297,7 +297,7 @@ _OF_COMMANDS = ("makes", "command", "recipe_file", "not_the_shipped_recipe", "so
 
 
 def _checked_before(
-    workspace: Workspace, asked: RunRecord | None, made: Behind
+    workspace: Workspace, asked: RunRecord | None, made: Lineage
 ) -> dict[str, Any] | None:
     """The command that was checked for another publication of the run."""
     for name, stage_id in asked.stages.items() if asked else ():
@@ -308,9 +308,9 @@ def _checked_before(
     return None
 
 
-def _checked(config: RecipeConfig, asked: RunRecord | None, made: Behind) -> dict[str, Any]:
+def _checked(config: RecipeConfig, asked: RunRecord | None, made: Lineage) -> dict[str, Any]:
     return reproduce(
-        Made(
+        CheckpointOrigin(
             recipe=str(asked.provenance.get("recipe") or asked.recipe) if asked else "",
             overrides=asked.overrides if asked else (),
             config=config,
@@ -320,7 +320,7 @@ def _checked(config: RecipeConfig, asked: RunRecord | None, made: Behind) -> dic
     )
 
 
-def _stopped(subject: Subject, made: Behind) -> dict[str, Any]:
+def _stopped(subject: Subject, made: Lineage) -> dict[str, Any]:
     """Current end of the training behind a checkpoint, if it ended and was not resumed; empty if it
     continues or is done. Later the records may show another attempt."""
     attempts = made.model.attempts
@@ -361,7 +361,7 @@ def _template(config: RecipeConfig, digest: str | None) -> str | None:
     return text
 
 
-def _static_rubrics(config: RecipeConfig, made: Behind) -> list[tuple[str, float]]:
+def _static_rubrics(config: RecipeConfig, made: Lineage) -> list[tuple[str, float]]:
     """Titles and signed weights of the static rubrics of the reward; none if their file has
     changed."""
     reward = config.reward
@@ -381,7 +381,7 @@ _HOUR_S = 3600.0
 _DIGITS = 6
 
 
-def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[str, Any]:
+def cost_of(workspace: Workspace, made: Lineage, config: RecipeConfig) -> dict[str, Any]:
     """Cost of a model, as in :class:`refiner_core.cards.CardFacts`; empty if unknown (adopted
     weights). If the duration of one attempt is unknown (a checkpoint of an old version), its stage
     has no cost, and there is no total.

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from flows.cards.reproduction import RECIPE_FILE
-from flows.publishing.facts import Collected, collect
+from flows.publishing.facts import PublicationFacts, collect
 from flows.publishing.lineage import need_result, subject_at_work
 from flows.stages.work import StageWork
-from infra.foreign.exports import COMPANIONS, lacking, matches, require_whole
+from infra.external.exports import COMPANIONS, lacking, matches, require_whole
 from infra.hub.target import make_target
 from infra.publishing import FileToPublish, Publication, Target, report_of
 from infra.store.stage_records import CARD, EVIDENCE
@@ -75,7 +75,7 @@ def model_files(
     return chosen
 
 
-def _papers(facts: CardFacts, files: Sequence[OutputFile]) -> dict[str, FileToPublish]:
+def _card_files(facts: CardFacts, files: Sequence[OutputFile]) -> dict[str, FileToPublish]:
     """The card, its facts, and the recipe unless it is a shipped one; ``files`` are the other files
     of the publication.
 
@@ -121,7 +121,7 @@ def publish(work: StageWork) -> dict[str, Any]:
     return _send(work, found, weights, others, found.facts.repo_id, message)
 
 
-def _require_an_answer(work: StageWork, found: Collected) -> None:
+def _require_an_answer(work: StageWork, found: PublicationFacts) -> None:
     """Refuse a trained model without a single well-formed answer in its training or finished
     evaluations. Intermediate checkpoints are exempt.
 
@@ -159,7 +159,7 @@ def refresh_card(work: StageWork) -> dict[str, Any]:
 
 def _send(
     work: StageWork,
-    found: Collected,
+    found: PublicationFacts,
     weights: Sequence[FileToPublish] | None,
     others: Sequence[OutputFile],
     repo_id: str,
@@ -168,7 +168,7 @@ def _send(
     """Send card and evidence, and ``weights`` unless they are there; ``others`` are the
     publication's files beside card and evidence. A card at the target for the same weights with
     more metrics stays (for a stage repeated after a later one)."""
-    sent = _papers(found.facts, others)
+    sent = _card_files(found.facts, others)
     target = make_target(work.config, work.workspace.layout.published)
     there = _newer(target, found.facts, _text(sent[EVIDENCE]))
     if there:

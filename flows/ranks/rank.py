@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 from flows.ranks.training import train
 from flows.stages.work import StageWork, judged_as_planned
-from infra.process.minder import die_with_parent
+from infra.process.watchdog import die_with_parent
 from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
-from infra.ranks.protocol import ORDER, tell_error
+from infra.ranks.messages import ORDER, tell_error
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted

@@ -1,7 +1,7 @@
 """Gathers the data of a sweep's report from the records of a workspace.
 
 In: a workspace and the name of a sweep. Out:
-:class:`~refiner_core.report.sweep.evidence.Evidence`. Reads only, asks no scheduler, imports
+:class:`~refiner_core.report.sweep.evidence.SweepEvidence`. Reads only, asks no scheduler, imports
 neither torch nor Prefect. Shared stages are read once, samples files by several threads. An
 unreadable evaluation is left out with a warning: its metrics are missing, not zero.
 """
@@ -32,14 +32,14 @@ from refiner_core.contract.records import SweepRecord, TrialRecord
 from refiner_core.evaluation.metrics import weighed
 from refiner_core.evaluation.results import load_results
 from refiner_core.report.sweep.comparing import SHOWN
-from refiner_core.report.sweep.document import Row
 from refiner_core.report.sweep.evidence import (
-    Evidence,
-    Measured,
+    MeasuredDecoding,
     PromptMeans,
+    SweepEvidence,
     Training,
     TrialEvidence,
 )
+from refiner_core.report.sweep.sweep_report import Row
 
 _EVALUATE = "evaluate-"
 _THREADS = 4
@@ -51,7 +51,7 @@ _OF_USE = (
 )
 
 
-def gather(workspace: Workspace, sweep: str) -> Evidence:
+def gather(workspace: Workspace, sweep: str) -> SweepEvidence:
     """Evidence of the newest version of a sweep.
 
     Raises
@@ -60,7 +60,7 @@ def gather(workspace: Workspace, sweep: str) -> Evidence:
         There is no such sweep; the message names the nearest.
     """
     record = read_sweep(workspace, sweep)
-    read = _Read(workspace)
+    read = _StageReader(workspace)
     with ThreadPoolExecutor(1) as pool:  # records beside samples, which leave a core free
         looked = pool.submit(SweepWatcher(workspace, record.name).standings, record)
         read.evaluations_of(record.trials)
@@ -69,7 +69,7 @@ def gather(workspace: Workspace, sweep: str) -> Evidence:
         read.trial(trial, standing)
         for trial, standing in zip(record.trials, standings, strict=True)
     )
-    return Evidence(
+    return SweepEvidence(
         sweep=record,
         made_at=now_text(),
         state=_state(workspace, record, standings),
@@ -93,15 +93,15 @@ def _state(
     return "finished" if over else "stopped"
 
 
-class _Read:
+class _StageReader:
     """Reads stages, each once, and texts of evaluations for the report (see
-    :class:`refiner_core.report.sweep.evidence.Evidence`). Unreadable texts are left out, since the
-    metrics do not need them."""
+    :class:`refiner_core.report.sweep.evidence.SweepEvidence`). Unreadable texts are left out, since
+    the metrics do not need them."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self.samples = SamplesReader()
-        self.evaluations: dict[str, tuple[Measured, ...]] = {}
+        self.evaluations: dict[str, tuple[MeasuredDecoding, ...]] = {}
         self.trainings: dict[str, Training] = {}
         self.protocols: dict[str, Mapping[str, Any]] = {}
         self.tracked: dict[str, str] = {}
@@ -120,7 +120,7 @@ class _Read:
                 elif measured is not None:
                     self.evaluations[stage] = measured
 
-    def _evaluation(self, stage: str, name: str) -> tuple[Measured, ...] | str | None:
+    def _evaluation(self, stage: str, name: str) -> tuple[MeasuredDecoding, ...] | str | None:
         """One evaluation; or the reason why it is left out; None if it is not done."""
         path = self.workspace.layout.stage(stage)
         result = self.workspace.read_control(path.result)
@@ -141,7 +141,7 @@ class _Read:
 
     def _measured(
         self, stage: str, name: str, folder: Path, report: Mapping[str, Any]
-    ) -> Iterable[Measured]:
+    ) -> Iterable[MeasuredDecoding]:
         files = {str(e["samples_file"]) for e in report["reference"]}
         reference = {file: self.samples.means(folder / file) for file in files}
         by_decoding: dict[str, list[Mapping[str, Any]]] = {}
@@ -151,7 +151,7 @@ class _Read:
             file = str(entries[0]["samples_file"])
             protocols = {weighed(str(e["metric"])): str(e["protocol"]) for e in reversed(entries)}
             beside = [e for e in report["reference"] if e["decoding"] == decoding]
-            yield Measured(
+            yield MeasuredDecoding(
                 stage=stage,
                 model=str(report["model"]),
                 protocol_file=protocol_name(name),
@@ -206,7 +206,7 @@ class _Read:
 
     # ------------------------------------------------------------ texts
 
-    def answers(self, measured: Measured, prompts: Sequence[str]) -> list[dict[str, Any]]:
+    def answers(self, measured: MeasuredDecoding, prompts: Sequence[str]) -> list[dict[str, Any]]:
         """First samples of these prompts; for agents the first attempts."""
         try:
             return self.samples.rows(measured.samples, prompts)
@@ -214,7 +214,7 @@ class _Read:
             return []
 
     def rubrics(
-        self, measured: Measured, names: Sequence[tuple[str, str]] | None = None
+        self, measured: MeasuredDecoding, names: Sequence[tuple[str, str]] | None = None
     ) -> tuple[tuple[tuple[str, str], ...], Any] | None:
         """Credit per rubric."""
         try:
@@ -296,7 +296,7 @@ def _mixed(
         )
 
 
-def _provenance(workspace: Workspace, sweep: SweepRecord, read: _Read) -> dict[str, Any]:
+def _provenance(workspace: Workspace, sweep: SweepRecord, read: _StageReader) -> dict[str, Any]:
     """Provenance of the report."""
     given = {k: v for k, v in sweep.provenance.items() if isinstance(v, str | int | float | bool)}
     judges = {

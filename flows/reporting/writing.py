@@ -21,8 +21,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.pages import json_text
 from refiner_core.report.printing import whole
-from refiner_core.report.run.document import RunReport
-from refiner_core.report.sweep.document import NUMBERS, PAGE, TEXT, TRIALS, VALUES, SweepReport
+from refiner_core.report.run.run_report import RunReport
 from refiner_core.report.sweep.rendering import (
     csv_of,
     markdown,
@@ -30,6 +29,7 @@ from refiner_core.report.sweep.rendering import (
     page,
     trial_rows,
 )
+from refiner_core.report.sweep.sweep_report import NUMBERS, PAGE, TEXT, TRIALS, VALUES, SweepReport
 
 #: Interval at which the page of a running sweep reloads itself, seconds.
 RELOAD_S = 15
@@ -39,7 +39,7 @@ R = TypeVar("R", SweepReport, RunReport)
 
 
 @dataclass(frozen=True)
-class Written(Generic[R]):
+class WrittenReport(Generic[R]):
     """A report of a sweep or a run, and the folder of its files."""
 
     report: R
@@ -97,7 +97,7 @@ def report_sweep(
     *,
     folder: str | Path | None = None,
     reload_s: int = RELOAD_S,
-) -> Written[SweepReport]:
+) -> WrittenReport[SweepReport]:
     """Write the report of a sweep as page, Markdown, CSV and JSON.
 
     Parameters
@@ -123,16 +123,16 @@ def report_sweep(
     NoSpaceError
         There is no space for the files; earlier files are kept.
     """
-    room = Workspace.read_only(workspace)
-    name = newest_sweep(room, None) if sweep is None else sweep
+    ws = Workspace.read_only(workspace)
+    name = newest_sweep(ws, None) if sweep is None else sweep
     if name is None:
         raise ConfigurationError(
-            f"{room.root} has no sweeps.",
+            f"{ws.root} has no sweeps.",
             expected="a workspace in which `refiner sweep FILE` was run",
             fix="name another one with workspace=DIR",
         )
-    place = room.layout.reports / name if folder is None else Path(folder)
-    written = Written(make_sweep_report(name, workspace), place)
+    place = ws.layout.reports / name if folder is None else Path(folder)
+    written = WrittenReport(make_sweep_report(name, workspace), place)
     write_files(place, files_of(written.report, reload_s=reload_s))
     return written
 

@@ -1,8 +1,8 @@
 """Stored rollouts, and the settings of their rewards.
 
-In: a workspace, runs, and a selection. Out: :class:`Policy` values, each with its rollouts and the
-configuration of their rewards. Reads only; a run that is running or has died has the rollouts so
-far.
+In: a workspace, runs, and a selection. Out: :class:`SampledPolicy` values, each with its rollouts
+and the configuration of their rewards. Reads only; a run that is running or has died has the
+rollouts so far.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAST = re.compile(r"last:0*([1-9]\d*)")
 
 
 @dataclass(frozen=True)
-class Part:
+class RolloutSelection:
     """Selection of rollouts or samples.
 
     Attributes
@@ -57,7 +57,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Policy:
+class SampledPolicy:
     """Policy that sampled some rollouts, and the settings of their rewards.
 
     Attributes
@@ -87,7 +87,9 @@ class Policy:
         return sorted({r.step for r in self.rollouts if r.step is not None})
 
 
-def read_policies(workspace: Workspace, runs: Sequence[RunRecord], part: Part) -> list[Policy]:
+def read_policies(
+    workspace: Workspace, runs: Sequence[RunRecord], part: RolloutSelection
+) -> list[SampledPolicy]:
     """Policies of the runs; shared stages are read once.
 
     Raises
@@ -100,7 +102,7 @@ def read_policies(workspace: Workspace, runs: Sequence[RunRecord], part: Part) -
         A run trains an agent, whose rewards come from no judge or rubrics.
     """
     read = _trained if part.source == "rollouts" else _evaluated
-    policies: dict[tuple[str, str], Policy] = {}
+    policies: dict[tuple[str, str], SampledPolicy] = {}
     for run in runs:
         _require_answers(run)
         for policy in read(workspace, run, part):
@@ -127,7 +129,9 @@ def _require_answers(run: RunRecord) -> None:
 # ---------------------------------------------------------------- training
 
 
-def _trained(workspace: Workspace, run: RunRecord, part: Part) -> Iterator[Policy]:
+def _trained(
+    workspace: Workspace, run: RunRecord, part: RolloutSelection
+) -> Iterator[SampledPolicy]:
     stage_id = run.stages.get("grpo")
     if stage_id is None:
         raise ConfigurationError(
@@ -190,7 +194,9 @@ def _chosen_steps(wanted: str, known: Sequence[int], run: str) -> list[int]:
 # ---------------------------------------------------------------- evaluations
 
 
-def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterator[Policy]:
+def _evaluated(
+    workspace: Workspace, run: RunRecord, part: RolloutSelection
+) -> Iterator[SampledPolicy]:
     stages = {n: i for n, i in run.stages.items() if i.startswith("evaluate-")}
     models = {name.removeprefix("evaluate-"): stage_id for name, stage_id in stages.items()}
     # Protocol files mostly have the same answers: they are rescored only by name.
@@ -228,7 +234,7 @@ def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterator[Pol
 
 def _policy(
     workspace: Workspace, run: RunRecord, model: str, stage_id: str, number: int, file: str
-) -> tuple[Policy, list[PromptRow]]:
+) -> tuple[SampledPolicy, list[PromptRow]]:
     """Policy of an attempt, without rollouts; and the prompts that it has read."""
     paths = workspace.layout.attempt(stage_id, number)
     values = workspace.part(paths, "config")
@@ -248,7 +254,7 @@ def _policy(
             expected="the output of the run's data stage, which has questions, evidence, rubrics",
             fix="run the recipe with stages=[data] again in this workspace, or restore the file",
         )
-    policy = Policy(
+    policy = SampledPolicy(
         name=model,
         run=run.run,
         stage_id=stage_id,

@@ -1,8 +1,8 @@
 """Background processes: one that works on a call, one that shows it in Prefect.
 
-In: a recorded call. Out: a :class:`Detached`: the process or small Slurm job that works on it, and
-its log. It runs ``refiner resume RUN`` with the run's snapshot of the code: the workspace has all
-that it needs, so a restarted Slurm job continues, and the checkout may be edited meanwhile.
+In: a recorded call. Out: a :class:`BackgroundProcess`: the process or small Slurm job that works on
+it, and its log. It runs ``refiner resume RUN`` with the run's snapshot of the code: the workspace
+has all that it needs, so a restarted Slurm job continues, and the checkout may be edited meanwhile.
 :mod:`flows.attach` follows the records in a session of its own; the orchestrator neither waits for
 it nor ends it.
 """
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from flows.running.console import Console
-from flows.running.showing import Launch
+from flows.running.foreground import LaunchOptions
 from infra.host.processes import environment, start_apart
-from infra.jobs.protocol import job_settings, tail_of
+from infra.jobs.dispatcher import job_settings, tail_of
 from infra.prefect_server import passed_on, server_status, state_dir, terminal_link
 from infra.store.orchestrators import orchestrator_of, require_idle
 from infra.store.provenance import check_snapshot
@@ -38,7 +38,7 @@ _BEGIN_WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Detached:
+class BackgroundProcess:
     """Process or job that works on a run now.
 
     ``exit_code`` is set if the process has already ended; ``message`` is its output.
@@ -64,7 +64,7 @@ def detach_run(
     where: Where = "process",
     use_server: bool = True,
     take_over: bool = False,
-) -> Detached:
+) -> BackgroundProcess:
     """Continue a recorded run in the background; return once it is being worked on.
 
     Parameters
@@ -94,40 +94,42 @@ def detach_run(
     ConfigurationError
         Another process is working on the run.
     """
-    room = Workspace.open(workspace)
+    ws = Workspace.open(workspace)
     profile = (run.config.get("dispatch") or {}).get("profile")
-    return leave(room, run.run, run.code, where, profile, Launch(use_server, take_over=take_over))
+    return leave(
+        ws, run.run, run.code, where, profile, LaunchOptions(use_server, take_over=take_over)
+    )
 
 
 def leave(
-    room: Workspace,
+    ws: Workspace,
     call: str,
     code: str,
     where: Where,
     profile: str | None,
-    launch: Launch,
-) -> Detached:
+    launch: LaunchOptions,
+) -> BackgroundProcess:
     """As :func:`detach_run`, for any call: its id, the id of its code snapshot, and the profile for
     a Slurm job."""
-    require_idle(room, call, regardless=launch.take_over)
+    require_idle(ws, call, regardless=launch.take_over)
     options = ["--no-server"] * (not launch.use_server) + ["--take-over"] * launch.take_over
     options += ["--past-canary"] * launch.past_canary
     if where == "process":
-        return detach(room, call, code, *options)
+        return detach(ws, call, code, *options)
     from infra.slurm.profiles import load_profile
     from infra.slurm.submission import submit_orchestrator
 
-    folder = room.layout.run(call).job_folder
+    folder = ws.layout.run(call).job_folder
     job = submit_orchestrator(
-        _resume_command(room, call, code, "--as-job", *options),
+        _resume_command(ws, call, code, "--as-job", *options),
         load_profile(profile),
         folder,
         name=f"refiner-{call.replace(':', '-')}",
     )
-    return Detached(call, folder / f"{job}_0_log.out", job=job)
+    return BackgroundProcess(call, folder / f"{job}_0_log.out", job=job)
 
 
-def detach(workspace: Workspace, call: str, code: str, *options: str) -> Detached:
+def detach(workspace: Workspace, call: str, code: str, *options: str) -> BackgroundProcess:
     """Start the process, and wait until it works on the call or has ended.
 
     It has its own session and no terminal, so closing a terminal does not reach it.
@@ -152,11 +154,13 @@ def detach(workspace: Workspace, call: str, code: str, *options: str) -> Detache
         if ended is not None:
             new = 0 if began else paths.log.stat().st_size - begins_at  # without earlier output
             said = tail_of([paths.log], min(new, 4000)).strip() if new > 0 else ""
-            return Detached(call, paths.log, process.pid, exit_code=ended, message=said)
+            return BackgroundProcess(call, paths.log, process.pid, exit_code=ended, message=said)
         if began:
-            return Detached(call, paths.log, process.pid)
+            return BackgroundProcess(call, paths.log, process.pid)
         time.sleep(_POLL_S)
-    return Detached(call, paths.log, process.pid, message="it has not begun yet; see its log")
+    return BackgroundProcess(
+        call, paths.log, process.pid, message="it has not begun yet; see its log"
+    )
 
 
 def _resume_command(workspace: Workspace, call: str, code: str, *options: str) -> list[str]:

@@ -19,11 +19,11 @@ from flows.checking.models import check_model_files
 from flows.checking.resources import check_server_programs
 from flows.checking.sources import resolve_sources
 from flows.running.console import Console
-from flows.running.showing import Hears, Launch, orchestrate
+from flows.running.foreground import CallObserver, LaunchOptions, orchestrate
 from flows.running.status import find_run, unfinished_runs
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
-from infra.orchestrator.members import Member, Source
+from infra.orchestrator.members import Member, MemberSource
 from infra.store import atomic
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace, now_text
@@ -39,11 +39,11 @@ from refiner_core.contract.sections.steering import alarms_of
 from refiner_core.contract.types import StageView
 
 if TYPE_CHECKING:
-    from flows.disk import PlannedRoom
+    from flows.disk import PlannedSpace
 
 
 @dataclass(frozen=True)
-class Pinned:
+class CodeSnapshot:
     """Snapshot of the code at the start, for all runs that begin then.
 
     Attributes
@@ -64,7 +64,7 @@ class Pinned:
     diff: str = ""
 
 
-def pin_code(workspace: Workspace) -> Pinned:
+def pin_code(workspace: Workspace) -> CodeSnapshot:
     """Take a snapshot of the code as it is now, with its provenance.
 
     Raises
@@ -78,7 +78,7 @@ def pin_code(workspace: Workspace) -> Pinned:
     checkout, command = provenance.checkout_of(), provenance.this_command()
     known = provenance.run_provenance(command, code, checkout)
     diff = provenance.limited_diff(checkout.diff) if checkout.diff else ""
-    return Pinned(code, tuple(command), known, diff)
+    return CodeSnapshot(code, tuple(command), known, diff)
 
 
 def record_run(
@@ -86,7 +86,7 @@ def record_run(
     workspace: Workspace,
     recipe: str,
     overrides: Sequence[str],
-    pinned: Pinned | None = None,
+    pinned: CodeSnapshot | None = None,
     **more: object,
 ) -> RunRecord:
     """Record of a call of ``plan``, with the current or the ``pinned`` code. Does not write it.
@@ -191,7 +191,7 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
     """
     from flows.checking.resources import planning_notes
     from flows.disk import LESS_ROOM
-    from infra.disk.keeper import gib
+    from infra.disk.manager import gib
 
     plan = make_recipe_plan(recipe, overrides)
     check_supported(plan.config)
@@ -208,18 +208,18 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
 
     room = refuse_what_never_fits(plan)
     if not room.fits:
-        say(
+        print_line(
             f"This run needs up to {gib(room.forecast.needed_bytes)} at a time, and "
             f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
             f"Reduce this with {LESS_ROOM}"
         )
     for note in planning_notes(plan):
-        say(note)
+        print_line(note)
     warn_of_silence(plan.config)
-    return with_room(plan.config, begin)
+    return with_space(plan.config, begin)
 
 
-def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
+def refuse_what_never_fits(plan: Plan) -> PlannedSpace:
     """Space that a run needs, and the space that is available.
 
     Raises
@@ -227,10 +227,10 @@ def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
     NoSpaceError
         Even an empty disk or quota is too small: the run would wait forever.
     """
-    from flows.disk import planned_room
-    from infra.disk.keeper import gib
+    from flows.disk import planned_space
+    from infra.disk.manager import gib
 
-    room = planned_room([plan])
+    room = planned_space([plan])
     # A file system without a size (/proc) holds nothing: opening the workspace reports that.
     if room.never_fits and room.limit_bytes and plan.config.disk.too_small == "refuse":
         raise NoSpaceError(
@@ -250,14 +250,14 @@ def warn_of_silence(config: RecipeConfig) -> None:
         from flows.notifying.channels import addresses
 
         if alarm.channel == "url" and not addresses(alarm.what):
-            say(
+            print_line(
                 f"No messages will be sent by notify.urls: {alarm.what} holds no address. "
                 "Export it in the shell of `refiner`, and check it with `refiner notify test "
                 f"notify.urls=[{alarm.what}]`"
             )
 
 
-def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:
+def with_space(config: RecipeConfig, action: Callable[[], T]) -> T:
     """Run an action that needs some space in the workspace; on a full disk, wait for space.
 
     Raises
@@ -265,14 +265,14 @@ def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:
     NoSpaceError
         There was no space for ``disk.wait_min``.
     """
-    from infra.disk.keeper import DiskKeeper
-    from infra.orchestrator.waiting import when_there_is_room
+    from infra.disk.manager import DiskManager
+    from infra.orchestrator.waiting import retry_with_space
 
-    keeper = DiskKeeper(Workspace.read_only(config.workspace), config.disk)
-    return when_there_is_room(action, keeper, config.disk, say)
+    disk_manager = DiskManager(Workspace.read_only(config.workspace), config.disk)
+    return retry_with_space(action, disk_manager, config.disk, print_line)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line on standard error."""
     print(f"refiner: {text}", file=sys.stderr, flush=True)
 
@@ -343,7 +343,7 @@ def work_on(
     plan: Plan,
     workspace: Workspace,
     run: RunRecord,
-    launch: Launch,
+    launch: LaunchOptions,
     command: Sequence[str] = (),
     console: Console | None = None,
 ) -> RunOutcome:
@@ -379,25 +379,25 @@ def work_on(
     router = make_router(plan.config.dispatch, workspace)
     before = orchestrator_of(workspace, run.run)
     member = Member(plan, run, workspace)
-    with_room(plan.config, lambda: member.take_up(regardless=launch.take_over))
+    with_space(plan.config, lambda: member.take_up(regardless=launch.take_over))
     if launch.resumed:
-        with_room(plan.config, lambda: workspace.withdraw_cancel(run.run))
+        with_space(plan.config, lambda: workspace.withdraw_cancel(run.run))
     where = plan.config.workspace
     own = Console(command=command, workspace=where, run=run.run, quiet=launch.quiet)
     shown = console or own
-    hears = Hears()
+    observer = CallObserver()
     if alarms_of(plan.config.notify):
-        from flows.notifying.watching import RunWatching
+        from flows.notifying.notifiers import RunNotifier
 
         about = (run.run, run, plan.config.notify, workspace, before)
-        hears = RunWatching(plan, *about, resumed=launch.resumed, say=shown.warn)
+        observer = RunNotifier(plan, *about, resumed=launch.resumed, print_line=shown.warn)
     views = orchestrate(
-        Source([member]),
+        MemberSource([member]),
         workspace,
         router,
         plan.config,
         console=shown,
-        hears=hears,
+        observer=observer,
         begun=show_in_prefect if launch.use_server else lambda: None,
     )
     following = () if console else own.next_commands(views)
@@ -424,7 +424,7 @@ def check_hub_access(config: RecipeConfig) -> None:
     from infra.hub.target import check_hub
 
     for warning in check_hub(config):
-        say(warning)
+        print_line(warning)
 
 
 def check_supported(config: RecipeConfig) -> None:
@@ -482,7 +482,7 @@ def run_recipe(
     """
     plan, workspace, run = begin_run(recipe, overrides)
     command = ["refiner", "run", recipe, *overrides]
-    return work_on(plan, workspace, run, Launch(use_server, quiet), command)
+    return work_on(plan, workspace, run, LaunchOptions(use_server, quiet), command)
 
 
 def resume_run(
@@ -521,11 +521,11 @@ def resume_run(
     """
     root = Path(workspace).absolute()
     run = run_to_resume(Workspace.read_only(root), run_id)
-    room = with_room(from_json(RecipeConfig, run.config), lambda: Workspace.open(root))
+    room = with_space(from_json(RecipeConfig, run.config), lambda: Workspace.open(root))
     with in_folder(run.provenance.get("folder")):
         plan = plan_of_run(room, run)
         check_supported(plan.config)
-        launch = Launch(use_server, quiet, take_over=take_over, resumed=True)
+        launch = LaunchOptions(use_server, quiet, take_over=take_over, resumed=True)
         command = ["refiner", "resume", run.run, f"workspace={room.root}"]
         return work_on(plan, room, run, launch, command)
 
@@ -554,7 +554,7 @@ def publish_run(
     """
     command = ["refiner", "resume", run.run, f"workspace={workspace.root}"]
     with in_folder(run.provenance.get("folder")):
-        return work_on(plan, workspace, run, Launch(use_server, quiet), command)
+        return work_on(plan, workspace, run, LaunchOptions(use_server, quiet), command)
 
 
 def run_json(outcome: RunOutcome, workspace: Workspace | None = None) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import psutil
 
 from flows.running.status import required_run, stage_names, the_stage
 from infra.host.processes import ProcessId, host_name, user_name
-from infra.orchestrator.acting import POLL_S, Seldom, Tell, end_jobs, open_stages
+from infra.orchestrator.executor import POLL_S, RateLimitedLog, Tell, end_jobs, open_stages
 from infra.store.orchestrators import (
-    Orchestrator,
+    OrchestratorProcess,
     held_by_others,
     orchestrator_of,
     wanted_by_others,
@@ -55,7 +55,7 @@ class CancelOutcome:
     by: str
     ended: bool
     left: tuple[str, ...] = ()
-    orchestrator: Orchestrator | None = None
+    orchestrator: OrchestratorProcess | None = None
 
 
 def cancel_run(
@@ -96,10 +96,10 @@ def cancel_run(
     WorkspaceError
         The records may have been written by another user.
     """
-    room = Workspace.read_only(Path(workspace).absolute())  # works on a full disk
-    room.require_trust()
-    run = required_run(room, run_id, "a run to cancel", or_begin=False)
-    return cancel(room, run, stages, wait_s=wait_s, now=now, tell=tell)
+    ws = Workspace.read_only(Path(workspace).absolute())  # works on a full disk
+    ws.require_trust()
+    run = required_run(ws, run_id, "a run to cancel", or_begin=False)
+    return cancel(ws, run, stages, wait_s=wait_s, now=now, tell=tell)
 
 
 def cancel(
@@ -132,7 +132,7 @@ def cancel(
         return CancelOutcome(run.run, names, "nobody", True, orchestrator=who)
     by = f"{user_name()} on {host_name()}"
     try:
-        if not workspace.ask_cancel(run.run, by, stages):
+        if not workspace.request_cancel(run.run, by, stages):
             tell("a cancel was requested before")
     except OSError as error:
         if who.works and (stages or not _signal(who)):
@@ -158,7 +158,7 @@ def waiting_stages(workspace: Workspace, run: RunRecord) -> list[str]:
     return [name for name, numbers in made if not numbers]
 
 
-def _signal(who: Orchestrator) -> bool:
+def _signal(who: OrchestratorProcess) -> bool:
     """Ask the run's orchestrator to stop, as Ctrl-C does; False if it is not on this host."""
     if who.standing != "running" or who.host != host_name() or not who.pid:
         return False
@@ -195,7 +195,7 @@ def _wait_for(
     tell: Tell,
 ) -> bool:
     """Wait until the orchestrator has ended them; False on timeout, or if it is gone."""
-    told = Seldom(tell)
+    told = RateLimitedLog(tell)
     while time.monotonic() < deadline:
         try:
             who, left = orchestrator_of(workspace, run.run), open_stages(workspace, stages)

@@ -142,7 +142,7 @@ class Console:
             if not self._quiet or any(t.state != "done" for t in trials.values()):
                 self._print(f"{trials_text(trials)} in {rough(self._clock() - self._began)}")
             return
-        if any(map(_is_told, views.values())) or not self._quiet:
+        if any(map(_is_reported, views.values())) or not self._quiet:
             elapsed = self._clock() - self._began
             self._print("\n".join(self.summary(views, elapsed)))
 
@@ -151,7 +151,7 @@ class Console:
         counts = states_counted((view.state for view in views.values()), _STATES)
         lines = [f"{states_text(counts) or 'nothing to do'} in {clock(elapsed_s)}"]
         for view in views.values():
-            if _is_told(view):
+            if _is_reported(view):
                 lines.append(f"  {view.name}: {view.state}{_colon(view.message)}")
                 if view.log and view.state not in ("done", "skipped"):
                     lines.append(f"    log: {view.log}")
@@ -303,7 +303,7 @@ def trials_text(trials: Mapping[str, Any]) -> str:
     return f"{len(trials)} trials: {states_text(counts) or 'none'}"
 
 
-def _is_told(view: StageView) -> bool:
+def _is_reported(view: StageView) -> bool:
     """True if the end of a stage deserves a line."""
     doubtful = view.state in ("done", "skipped") and view.message.startswith("warning: ")
     return doubtful or view.state in ("failed", "interrupted", "blocked")

@@ -99,10 +99,10 @@ class Follower:
                 self._views[name] = replace(view, progress=self._progress(view))
         return dict(self._views)
 
-    def news(self) -> list[Mapping[str, Any]]:
+    def new_events(self) -> list[Mapping[str, Any]]:
         """Other events since the newest ``begin``, each once."""
-        news, self._news = self._news, []
-        return news
+        new_events, self._news = self._news, []
+        return new_events
 
     def _take_in(self, event: Mapping[str, Any]) -> None:
         what = event.get("event")
@@ -204,9 +204,9 @@ class SweepFollower:
                 views[node] = max(views[node], view, key=_says)
         return views
 
-    def news(self) -> list[Mapping[str, Any]]:
+    def new_events(self) -> list[Mapping[str, Any]]:
         """Events of trials and the disk since the newest ``begin``, each once."""
-        return self._trials.news()
+        return self._trials.new_events()
 
 
 def inputs_of(workspace: Workspace, nodes: Mapping[str, Node], name: str) -> list[str]:

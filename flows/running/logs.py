@@ -59,12 +59,12 @@ def find_log(
     ConfigurationError
         There is no such run, stage or attempt.
     """
-    room = Workspace.read_only(workspace)
-    stage_id, _, number = _attempt(room, stage, run, attempt)
+    ws = Workspace.read_only(workspace)
+    stage_id, _, number = _attempt(ws, stage, run, attempt)
     if number is None:
         return None
-    path = log_file(room, stage_id, number)
-    return AttemptLog(number, path, why_no_log(room, stage_id, number, path))
+    path = log_file(ws, stage_id, number)
+    return AttemptLog(number, path, why_no_log(ws, stage_id, number, path))
 
 
 def read_log(
@@ -122,9 +122,9 @@ def follow_log(
     ConfigurationError
         There is no such run, stage or attempt.
     """
-    room = Workspace.read_only(workspace)
-    stage_id, run_id, number = _attempt(room, stage, run, attempt)
-    return _follow(room, stage_id, run_id, number or 1, tell)
+    ws = Workspace.read_only(workspace)
+    stage_id, run_id, number = _attempt(ws, stage, run, attempt)
+    return _follow(ws, stage_id, run_id, number or 1, tell)
 
 
 def _attempt(

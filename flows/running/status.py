@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from infra.disk.probe import Prober, Room
-from infra.jobs.dispatch import LocalDispatcher, Router, router_to_look
+from infra.disk.probe import FreeSpace, Prober
+from infra.jobs.dispatch import LocalDispatcher, Router, read_only_router
+from infra.jobs.dispatcher import AttemptRef, JobStatus, OpenAttempt
 from infra.jobs.failures import CLASSES, budget_left
-from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
 from infra.orchestrator.observe import Observer
-from infra.orchestrator.reconcile import NO_ROOM, Seen
+from infra.orchestrator.reconcile import NO_ROOM, AttemptStatus
 from infra.orchestrator.timeline import Incident, devices_of, first_line, run_events, run_incidents
-from infra.store.orchestrators import Orchestrator, Standing, orchestrator_of
+from infra.store.orchestrators import OrchestratorProcess, Standing, orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, DispatchConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -62,7 +62,7 @@ def newest_runs(
         else:
             counts = not models and not is_finished(workspace, run.stages.values())
             counts = counts or any(
-                has_begun(workspace, run, stage_id)
+                has_started(workspace, run, stage_id)
                 for name, stage_id in run.stages.items()
                 if not is_service(stage_id) and (not models or name.partition("-")[0] in _OF_MODELS)
             )
@@ -70,7 +70,7 @@ def newest_runs(
             yield run
 
 
-def has_begun(workspace: Workspace, run: RunRecord, stage_id: str) -> bool:
+def has_started(workspace: Workspace, run: RunRecord, stage_id: str) -> bool:
     """True if the newest attempt at a stage was claimed after the run was called: by it, or by a
     later call. Both times are from orchestrators."""
     numbers = workspace.layout.stage(stage_id).attempt_numbers()
@@ -250,12 +250,12 @@ def list_runs(workspace: str | Path = RecipeConfig.workspace) -> list[KnownRun]:
     WorkspaceError
         The folder is no workspace.
     """
-    room = Workspace.read_only(workspace)
+    ws = Workspace.read_only(workspace)
     found = []
-    for run in room.runs():
+    for run in ws.runs():
         stages = [i for i in run.stages.values() if not is_service(i)]
-        done = sum(room.layout.stage(i).result.exists() for i in stages)
-        who, count = orchestrator_of(room, run.run), len(stages)
+        done = sum(ws.layout.stage(i).result.exists() for i in stages)
+        who, count = orchestrator_of(ws, run.run), len(stages)
         found.append(KnownRun(run.run, run.recipe, who.standing, done == count, done, count))
     return found
 
@@ -273,7 +273,7 @@ class DiskStatus:
     source: str = ""
 
 
-class _Hurry(Generic[T]):
+class _BackgroundQuery(Generic[T]):
     """Asks repeatedly in the background, and waits for an answer only for a limited time."""
 
     def __init__(self, wait_s: float) -> None:
@@ -290,16 +290,16 @@ class _Hurry(Generic[T]):
         return self._answer[0] if self._answer else None
 
 
-class HurriedRouter(Router):
+class BackgroundRouter(Router):
     """Asks in the background for a limited time; then only local jobs are checked, and the others
     are ``unknown``. ``late`` has the reason."""
 
     def __init__(self, router: Router, wait_s: float) -> None:
         super().__init__(router.dispatchers, router.executor_for)
-        self._wait_s, self._hurry = wait_s, _Hurry[dict[AttemptRef, JobSight]](wait_s)
+        self._wait_s, self._hurry = wait_s, _BackgroundQuery[dict[AttemptRef, JobStatus]](wait_s)
         self.late = ""
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """State of all attempts; on timeout, of those that need no scheduler."""
         look = super().look
         far = [a for a in attempts if a.attempt.executor != "local"]
@@ -307,10 +307,10 @@ class HurriedRouter(Router):
         answer = self._hurry.ask(lambda: look(far)) if far else {}
         late = f"the scheduler did not answer within {self._wait_s:g} s"
         self.late = late if answer is None else ""
-        return {**{a.ref: (answer or {}).get(a.ref, JobSight("unknown")) for a in far}, **seen}
+        return {**{a.ref: (answer or {}).get(a.ref, JobStatus("unknown")) for a in far}, **seen}
 
 
-def _disk_status(prober: Prober, hurry: _Hurry[Room]) -> DiskStatus | None:
+def _disk_status(prober: Prober, hurry: _BackgroundQuery[FreeSpace]) -> DiskStatus | None:
     """Free space; the file system's own figures if quotas are not answered in time. None if the
     folder does not exist."""
     folder = prober.folder
@@ -318,11 +318,11 @@ def _disk_status(prober: Prober, hurry: _Hurry[Room]) -> DiskStatus | None:
         use = shutil.disk_usage(folder)
     except OSError:
         return None
-    room = hurry.ask(prober.look)
-    if room is None or room.limit_bytes is None:
+    ws = hurry.ask(prober.look)
+    if ws is None or ws.limit_bytes is None:
         # Without the blocks reserved for the administrator, as in `refiner disk`.
         return DiskStatus(str(folder), use.free, use.used + use.free, "file system")
-    return DiskStatus(str(folder), room.free_bytes, room.limit_bytes, room.source)
+    return DiskStatus(str(folder), ws.free_bytes, ws.limit_bytes, ws.source)
 
 
 #: Wait for the scheduler, seconds. A healthy one answers sooner; a dead one after a minute.
@@ -385,7 +385,7 @@ class RunStatus:
     command: tuple[str, ...]
     started_at: str
     finished: bool
-    orchestrator: Orchestrator
+    orchestrator: OrchestratorProcess
     stages: tuple[StageStatus, ...]
     incidents: tuple[Incident, ...]
     disk: DiskStatus | None
@@ -394,7 +394,7 @@ class RunStatus:
     outage: str = ""
 
 
-def orchestrator_text(who: Orchestrator, finished: bool) -> str:
+def orchestrator_text(who: OrchestratorProcess, finished: bool) -> str:
     """Line on the orchestrator of a run or a sweep."""
     if who.standing == "running":
         return f"orchestrator: {who.where}, since {who.at[:19].replace('T', ' ')} UTC"
@@ -406,7 +406,7 @@ def orchestrator_text(who: Orchestrator, finished: bool) -> str:
     return f"orchestrator: not running ({why.get(who.standing, 'never begun')})"
 
 
-class Watcher:
+class RunWatcher:
     """Reads the status of one run, once or repeatedly.
 
     Parameters
@@ -432,11 +432,11 @@ class Watcher:
         self._retries = settings.retries
         near = {"local": LocalDispatcher(workspace)}
         alone = Router(near, lambda _: "local", missing="no scheduler was asked")
-        router = router_to_look(settings, workspace) if ask else alone
-        self._router = HurriedRouter(router, wait_s)
+        router = read_only_router(settings, workspace) if ask else alone
+        self._router = BackgroundRouter(router, wait_s)
         self._observer = Observer(workspace, self._router, settings)
         config = from_json(DiskConfig, run.config.get("disk") or {})
-        self._room = Prober(workspace.layout.data, config), _Hurry[Room](wait_s)
+        self._space = Prober(workspace.layout.data, config), _BackgroundQuery[FreeSpace](wait_s)
 
     def look(self) -> RunStatus:
         """Current status of the run."""
@@ -462,14 +462,14 @@ class Watcher:
             orchestrator=who,
             stages=tuple(rows),
             incidents=tuple(run_incidents(workspace, run)),
-            disk=_disk_status(*self._room),
+            disk=_disk_status(*self._space),
             scheduler=self._router.late,
             cancel_asked=workspace.cancel_asked(run.run) if who.works else None,
             outage=_outage(events),
         )
 
     def _state(
-        self, stage_id: str, record: StageRecord | None, seen: Seen | None
+        self, stage_id: str, record: StageRecord | None, seen: AttemptStatus | None
     ) -> tuple[str, str]:
         if record is None or not record.attempts:
             return ("idle" if is_service(stage_id) else "waiting"), ""
@@ -489,12 +489,12 @@ class Watcher:
             if outcome.failure == "cancelled":
                 state = "cancelled"
             return state, first_line(outcome.message)
-        if seen.running and seen.sight != "unknown" and last.has_room is False:
-            return "paused", NO_ROOM if seen.sight == "live" else _ENDED_FULL
-        if seen.sight in ("dead", "hung"):
-            return {"dead": "killed", "hung": "hung"}[seen.sight], seen.note
+        if seen.running and seen.job_status != "unknown" and last.has_room is False:
+            return "paused", NO_ROOM if seen.job_status == "live" else _ENDED_FULL
+        if seen.job_status in ("dead", "hung"):
+            return {"dead": "killed", "hung": "hung"}[seen.job_status], seen.note
         unknown = self._observer.sights.get(AttemptRef(stage_id, seen.number))
-        if unknown is not None and unknown.sight == "unknown" and last.started_at is None:
+        if unknown is not None and unknown.job_status == "unknown" and last.started_at is None:
             return "queued", self._router.late and "the scheduler did not answer in time"
         if seen.running:
             return "running", "" if seen.note.startswith("RUNNING") else seen.note
@@ -551,8 +551,8 @@ def status_of_run(
     ConfigurationError
         There is no such run; the message names the nearest.
     """
-    room = Workspace.read_only(workspace)
-    if find_run(room, run_id) is None:
+    ws = Workspace.read_only(workspace)
+    if find_run(ws, run_id) is None:
         return None
     return watch_run(run_id, workspace, wait_s=wait_s).look()
 
@@ -562,7 +562,7 @@ def watch_run(
     workspace: str | Path = RecipeConfig.workspace,
     *,
     wait_s: float = SCHEDULER_WAIT_S,
-) -> Watcher:
+) -> RunWatcher:
     """Watch a run: each ``look()`` returns a :class:`RunStatus`.
 
     Parameters
@@ -580,8 +580,8 @@ def watch_run(
     ConfigurationError
         There is no such run, or none at all; the message names the nearest.
     """
-    room = Workspace.read_only(workspace)
-    return Watcher(room, required_run(room, run_id, "a run to look at"), wait_s)
+    ws = Workspace.read_only(workspace)
+    return RunWatcher(ws, required_run(ws, run_id, "a run to look at"), wait_s)
 
 
 # ---------------------------------------------------------------- rows

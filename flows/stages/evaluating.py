@@ -7,7 +7,7 @@ from typing import Any
 
 from flows.stages.judging import judge_for
 from flows.stages.work import StageWork, as_planned
-from infra.foreign.exports import require_whole
+from infra.external.exports import require_whole
 from refiner_core.contract.protocols import protocol_name
 
 

@@ -30,14 +30,14 @@ _REPORT = "fetched.json"
 _NOT_READ = ("*.onnx", "*.msgpack", "*.h5", "*.ot", "*.gguf", "original/*", "onnx/*", "flax_*")
 
 
-class FetchFailed(RefinerError, RuntimeError):
+class FetchError(RefinerError, RuntimeError):
     """A download failed; the next attempt continues with the missing files."""
 
     resumable = True
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Repository:
     """One repository to fetch."""
 
     role: str
@@ -108,7 +108,7 @@ def local_model(config: ModelConfig) -> str:
         ) from error
 
 
-def _wanted(config: RecipeConfig, source: str) -> _Wanted:
+def _wanted(config: RecipeConfig, source: str) -> _Repository:
     """Repository of a source (``model``, ``data.rl@held-out-v1``)."""
     role, protocol = without_protocol(source), protocol_name(source)
     if protocol:
@@ -120,13 +120,13 @@ def _wanted(config: RecipeConfig, source: str) -> _Wanted:
         JUDGE_WEIGHTS: (judge.model, judge.revision or "main"),
     }
     if role in weights:
-        return _Wanted(source, *weights[role], "model")
+        return _Repository(source, *weights[role], "model")
     which = role.removeprefix("data.")
     path, revision = getattr(data, f"{which}_path"), getattr(data, f"{which}_revision")
-    return _Wanted(source, path, revision, "dataset", getattr(data, f"{which}_split"))
+    return _Repository(source, path, revision, "dataset", getattr(data, f"{which}_split"))
 
 
-def _snapshot(wanted: _Wanted) -> Path:
+def _snapshot(wanted: _Repository) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -160,7 +160,7 @@ def _snapshot(wanted: _Wanted) -> Path:
         if is_no_space(error, _cache()):
             raise no_space_error(_cache(), f"fetching {wanted.repo_id}", error) from error
         why = (str(error).strip() or "no reason given").splitlines()[0]
-        raise FetchFailed(
+        raise FetchError(
             f"{wanted.repo_id}@{wanted.revision} could not be fetched ({type(error).__name__}: "
             f"{why})",
             expected="a node that reaches the Hub",
@@ -169,7 +169,7 @@ def _snapshot(wanted: _Wanted) -> Path:
     return folder
 
 
-def _described(wanted: _Wanted, folder: Path) -> dict[str, Any]:
+def _described(wanted: _Repository, folder: Path) -> dict[str, Any]:
     files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     size = sum(p.stat().st_size for p in files)
     return {

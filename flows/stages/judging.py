@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from flows.stages.work import StageWork
 from infra.host.processes import node_address
-from infra.jobs.protocol import AttemptRef
-from infra.services.judges import Server, live_endpoints, service_key, write_endpoint
+from infra.jobs.dispatcher import AttemptRef
+from infra.services.judges import JudgeServerProcess, live_endpoints, service_key, write_endpoint
 from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder, hand_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
@@ -65,7 +65,7 @@ def run_serve(work: StageWork) -> dict[str, Any]:
     folder = work.workspace.layout.service(work.stage_id)
     key, source = _key(judge, folder)
     work.io.progress(Progress(0, 0, "starting"))
-    with Server(
+    with JudgeServerProcess(
         *(judge, folder),
         key=key,
         # Jobs of a cluster run on other nodes.
@@ -93,7 +93,7 @@ def _weights(model: str) -> str | None:
     return resolve_ref(model) if model.startswith(BUILTIN_PREFIX) else None
 
 
-def _serve(work: StageWork, server: Server) -> float:
+def _serve(work: StageWork, server: JudgeServerProcess) -> float:
     """Watch the server and its leases; returns the time without a lease, seconds."""
     limit_s = work.config.judge.serve.idle_timeout_s
     leases = LeaseWatch(work.workspace, work.stage_id)
@@ -144,15 +144,15 @@ def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
         with Lease(folder, attempt_holder(work.stage_id, work.attempt)):
             yield functools.partial(live_endpoints, work.workspace, service.id)
     elif serves(judge):
-        with _server_beside(work) as server:
+        with _server_for(work) as server:
             yield functools.partial(_endpoint_of, server)
     else:
         yield None
 
 
-def _server_beside(work: StageWork) -> Server:
+def _server_for(work: StageWork) -> JudgeServerProcess:
     judge, paths = work.config.judge, work.workspace.layout.attempt(work.stage_id, work.attempt)
-    return Server(
+    return JudgeServerProcess(
         *(judge, paths.control),
         key=_key(judge, paths.control)[0],
         weights=_weights(judge.model),
@@ -163,7 +163,7 @@ def _server_beside(work: StageWork) -> Server:
     )
 
 
-def _endpoint_of(server: Server) -> list[Endpoint]:
+def _endpoint_of(server: JudgeServerProcess) -> list[Endpoint]:
     """The server's address. The death of the server ends the attempt: the next one starts another,
     which is faster than waiting with the GPUs held."""
     server.check_alive(ask=False)
@@ -218,12 +218,12 @@ def _asking(
 ) -> Iterator[Judge]:
     """A judge behind the workspace's store, within a block."""
     from refiner_core.judges import build_judge
-    from refiner_core.judges.surroundings import Surroundings
+    from refiner_core.judges.context import JudgeContext
 
     with contextlib.ExitStack() as stack:
         endpoints = stack.enter_context(addresses)
         store = stack.enter_context(stored(config, workspace, writer))
-        judge = build_judge(config, Surroundings(store=store, endpoints=endpoints, **more))
+        judge = build_judge(config, JudgeContext(store=store, endpoints=endpoints, **more))
         stack.callback(getattr(judge, "close", lambda: None))
         yield judge
 

@@ -20,7 +20,7 @@ from refiner_core.contract.field_facts import (
 )
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.loading import Setting, load_recipe, settings
+from refiner_core.contract.loading import FieldSetting, load_recipe, settings
 from refiner_core.contract.records import picked, to_json
 from refiner_core.report.printing import folded
 
@@ -29,15 +29,15 @@ _OR_NULL = " or null"
 
 
 @dataclass(frozen=True)
-class InRecipe:
+class RecipeValues:
     """Values of a recipe's fields, and where they were set."""
 
     recipe: str
     values: Any
-    set_by: Mapping[str, list[Setting]]
+    set_by: Mapping[str, list[FieldSetting]]
 
     @classmethod
-    def read(cls, recipe: str, overrides: Sequence[str]) -> InRecipe:
+    def read(cls, recipe: str, overrides: Sequence[str]) -> RecipeValues:
         """Read a recipe with overrides.
 
         Raises
@@ -59,7 +59,7 @@ class InRecipe:
             return places[-1].place
         return "the recipe's file name" if path == "recipe" else "default"
 
-    def places(self, path: str) -> list[Setting]:
+    def places(self, path: str) -> list[FieldSetting]:
         """All settings of a field, the effective one last; also parts of a mapping or list."""
         return self.set_by.get(path, [])
 
@@ -68,7 +68,7 @@ class InRecipe:
         return [kind for kind in facts.kinds if KINDS[kind].entry in self.values.stages]
 
 
-def field_json(facts: FieldFacts, found: InRecipe | None = None) -> dict[str, Any]:
+def field_json(facts: FieldFacts, found: RecipeValues | None = None) -> dict[str, Any]:
     """A field for scripts."""
     value: dict[str, Any] = {
         "field": facts.path,
@@ -85,7 +85,7 @@ def field_json(facts: FieldFacts, found: InRecipe | None = None) -> dict[str, An
     return value
 
 
-def field_lines(facts: FieldFacts, found: InRecipe | None = None) -> list[str]:
+def field_lines(facts: FieldFacts, found: RecipeValues | None = None) -> list[str]:
     """Complete explanation of one field."""
     said = [("type", _type(facts)), *([("range", facts.range)] if facts.range else [])]
     said += [("default", value_text(facts.default))]
@@ -101,7 +101,7 @@ def field_lines(facts: FieldFacts, found: InRecipe | None = None) -> list[str]:
     return "\n".join(lines).split("\n")
 
 
-def _in_recipe(facts: FieldFacts, found: InRecipe) -> list[tuple[str, str]]:
+def _in_recipe(facts: FieldFacts, found: RecipeValues) -> list[tuple[str, str]]:
     value, places = found.value(facts.path), found.places(facts.path)
     said = [("value", f"{value_text(value)} in {found.recipe}")]
     if not places:
@@ -127,7 +127,7 @@ def _type(facts: FieldFacts) -> str:
     )
 
 
-def _meaning(facts: FieldFacts, found: InRecipe | None) -> str:
+def _meaning(facts: FieldFacts, found: RecipeValues | None) -> str:
     if facts.mark == "execution":
         return "where or how it runs; another value runs no finished stage again"
     if not facts.kinds:
@@ -145,7 +145,7 @@ def _listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def field_rows(fields: Sequence[FieldFacts], found: InRecipe | None) -> list[tuple[str, ...]]:
+def field_rows(fields: Sequence[FieldFacts], found: RecipeValues | None) -> list[tuple[str, ...]]:
     """A line for each field: name, mark, default or value (and its source), explanation."""
     rows: list[tuple[str, ...]] = []
     for facts in fields:
@@ -169,7 +169,7 @@ class ExplainedFields(NamedTuple):
     """Fields, and their values in a recipe if one was given."""
 
     fields: list[FieldFacts]
-    in_recipe: InRecipe | None
+    in_recipe: RecipeValues | None
 
 
 def explain_fields(
@@ -197,7 +197,7 @@ def explain_fields(
     ConfigurationError
         There is no such field or recipe; the message names the nearest.
     """
-    found = InRecipe.read(recipe, overrides) if recipe else None
+    found = RecipeValues.read(recipe, overrides) if recipe else None
     if search:
         paths = fields_about(search)
     else:

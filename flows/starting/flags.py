@@ -143,7 +143,7 @@ def all_answers(given: Mapping[str, str], folder: Path) -> tuple[dict[str, str],
     ConfigurationError
         A value is invalid, or a flag has no effect.
     """
-    partitions, accounts = look_around()
+    partitions, accounts = survey()
     made = {
         **{"task": TASKS[0], "base": TINY, "environment": DESK, "rl": SYNTHETIC},
         "run": "python train.py --model {model} --output_dir {output} --seed {seed} {resume}",
@@ -191,7 +191,7 @@ def _check(name: str, value: str, words: tuple[str, ...]) -> None:
     )
 
 
-def look_around() -> tuple[dict[str, int], list[str]]:
+def survey() -> tuple[dict[str, int], list[str]]:
     """Partitions of the cluster with the GPUs of their largest node, the best one for training
     first; and the user's accounts. Empty if no Slurm answers."""
     found: dict[str, int] = {}
@@ -212,7 +212,7 @@ def _said(*command: str) -> str:
     return answer.out if answer.ok else ""  # missing or silent commands offer nothing
 
 
-def look_at_rows(value: str, which: Which, *, parse: bool) -> tuple[str | None, str | None]:
+def inspect_rows(value: str, which: Which, *, parse: bool) -> tuple[str | None, str | None]:
     """Path and revision, in the form of a recipe, of a set of rows whose first rows can be read.
 
     Parameters

@@ -1,7 +1,7 @@
 """A new folder from flags: all of its files or none, if its recipe can be planned.
 
-In: values of flags, and the folder. Out: :class:`Begun`: the files, and the plan of the recipe.
-Ctrl-C leaves nothing behind.
+In: values of flags, and the folder. Out: :class:`InitFolder`: the files, and the plan of the
+recipe. Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from flows.running.calls import make_recipe_plan
-from flows.starting.flags import OF_REFINER, TAU2, TINY, all_answers, look_at_rows
+from flows.starting.flags import OF_REFINER, TAU2, TINY, all_answers, inspect_rows
 from infra.store.atomic import no_space_guard
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.field_facts import EDITOR_LINE, SCHEMA_FILE, recipe_schema
@@ -31,7 +31,7 @@ RECIPE, CLUSTER = "recipe.yaml", "cluster.yaml"
 NAMES = (RECIPE, SCHEMA_FILE, CLUSTER, ".gitignore", "README.md")
 
 
-class Begun(NamedTuple):
+class InitFolder(NamedTuple):
     """A new folder: its plan, and its files by name."""
 
     folder: Path
@@ -39,7 +39,7 @@ class Begun(NamedTuple):
     files: dict[str, str]
 
 
-def init_folder(folder: str | Path = ".", answers: Mapping[str, str] | None = None) -> Begun:
+def init_folder(folder: str | Path = ".", answers: Mapping[str, str] | None = None) -> InitFolder:
     """Make a folder with a new recipe, ready to plan. Nothing is overwritten.
 
     Parameters
@@ -70,7 +70,7 @@ def init_folder(folder: str | Path = ".", answers: Mapping[str, str] | None = No
             fix="name a new folder, e.g. `refiner init my-run`",
         )
     files = _file_texts(place, *all_answers(answers or {}, place))
-    return Begun(place, _make_folder(place, files), files)
+    return InitFolder(place, _make_folder(place, files), files)
 
 
 def _file_texts(
@@ -89,8 +89,8 @@ def _file_texts(
     if task == "evaluate":
         stages, training = ["data", "evaluate"], []
     shipped, of_refiner = load_recipe(include), task in OF_REFINER
-    sft_path, sft_revision = look_at_rows(answers["sft"], "sft", parse=of_refiner)
-    rl_path, rl_revision = look_at_rows(answers["rl"], "rl", parse=True)
+    sft_path, sft_revision = inspect_rows(answers["sft"], "sft", parse=of_refiner)
+    rl_path, rl_revision = inspect_rows(answers["rl"], "rl", parse=True)
     base, revision = _whole(answers["base"]), ""
     if base == answers["base"]:
         base, _, revision = base.partition("@")

@@ -23,12 +23,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from flows.running.calls import Pinned, pin_code, record_run
+from flows.running.calls import CodeSnapshot, pin_code, record_run
 from flows.sweeping.budget import Budget
 from flows.sweeping.forecasting import canary_text, forecast_lines
 from flows.sweeping.status import last_words
 from infra.jobs.failures import is_outage
-from infra.orchestrator.members import Diary, Member, Source
+from infra.orchestrator.members import EventLog, Member, MemberSource
 from infra.orchestrator.timeline import first_line
 from infra.orchestrator.waiting import Outage, with_patience
 from infra.store import atomic
@@ -47,8 +47,8 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord, picked
 from refiner_core.contract.services import is_service
 from refiner_core.contract.types import StageView
-from refiner_core.report.sweep.document import TrialState
-from sweeps.forecast import CanaryMeasure, Passed, SweepForecast
+from refiner_core.report.sweep.sweep_report import TrialState
+from sweeps.forecast import CanaryMeasure, ExceededLimit, SweepForecast
 from sweeps.values import SweepPlan, Trial
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ _OVER: tuple[TrialState, ...] = ("done", "failed", "interrupted", "held")
 
 
 @dataclass(frozen=True)
-class TrialWord:
+class TrialVerdict:
     """State of a trial, its reason, and the exit code that a run would have."""
 
     state: TrialState = "waiting"
@@ -74,24 +74,24 @@ class TrialWord:
     exit_code: int = 0
 
 
-def _word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
+def _word_of_views(views: Mapping[str, StageView], run: str) -> TrialVerdict:
     """End of a trial, from its stages."""
     for state in ("failed", "interrupted"):
         if found := [v for v in views.values() if v.state == state]:
             # A stage that ended by itself comes before the stages that it stopped.
             view = min(found, key=lambda v: v.message.startswith("needs "))
             said = f"{view.name}: {view.message}" if view.message else view.name
-            return TrialWord(state, said, run, view.exit_code or 1)
-    return TrialWord("done", run=run)
+            return TrialVerdict(state, said, run, view.exit_code or 1)
+    return TrialVerdict("done", run=run)
 
 
-def _word_of_error(error: Exception, run: str) -> TrialWord:
+def _word_of_error(error: Exception, run: str) -> TrialVerdict:
     """End of a trial through an error."""
     if isinstance(error, RefinerError):
         state: TrialState = "interrupted" if error.resumable else "failed"
-        return TrialWord(state, str(error), run, error.exit_code)
+        return TrialVerdict(state, str(error), run, error.exit_code)
     log.exception("a trial ends with an error", exc_info=error)
-    return TrialWord("failed", f"{type(error).__name__}: {error}", run, 70)
+    return TrialVerdict("failed", f"{type(error).__name__}: {error}", run, 70)
 
 
 #: The canary saves after this step, so that a save is measured early.
@@ -176,7 +176,7 @@ def _of_another_trainer(workspace: Workspace, stage_id: str, number: int) -> Can
 
 
 @dataclass
-class Admission(Source):
+class Admission(MemberSource):
     """Admits the trials of a sweep.
 
     Parameters
@@ -208,17 +208,17 @@ class Admission(Source):
     budget: Budget
     poll_s: float
     corrected: Callable[[Sequence[CanaryMeasure]], SweepForecast]
-    passed: Callable[[SweepForecast], Sequence[Passed]]
+    passed: Callable[[SweepForecast], Sequence[ExceededLimit]]
     canary: Canary | None = None
     forecast: SweepForecast | None = None
     past_canary: bool = False
     take_over: bool = False
-    pin: Callable[[Workspace], Pinned] = pin_code
+    pin: Callable[[Workspace], CodeSnapshot] = pin_code
     tell: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
     request_stop: Callable[..., None] = field(init=False)
     live: dict[str, Member] = field(default_factory=dict)
-    words: dict[str, TrialWord] = field(default_factory=dict)
+    words: dict[str, TrialVerdict] = field(default_factory=dict)
     held: str = ""
     more: bool = True
     at_once: bool = False
@@ -226,7 +226,7 @@ class Admission(Source):
     _begun: set[str] = field(default_factory=set)
     _stopping: bool = False
     _not_before: float = 0.0
-    _pinned: Pinned | None = None
+    _pinned: CodeSnapshot | None = None
     _diff: Path = Path()
     _not_begun: set[str] = field(default_factory=set)
 
@@ -235,7 +235,7 @@ class Admission(Source):
         self._name = self.plan.sweep.name
         self._most = _concurrency(self.plan)
         self._told = last_words(self.workspace, self._name)
-        self._diary = Diary(self.workspace, sweep_call(self._name))
+        self._event_log = EventLog(self.workspace, sweep_call(self._name))
         self._outage = Outage(self.poll_s, lambda: self.clock(), self.note)
 
     # ------------------------------------------------------------ for the orchestrator
@@ -247,7 +247,7 @@ class Admission(Source):
 
     def begin(self) -> None:
         """Record the orchestrator of the sweep, and find the trials that are done."""
-        self._diary.write_orchestrator("running", None)
+        self._event_log.write_orchestrator("running", None)
         if self.forecast is not None:
             self.budget.expect(self.forecast)
         for trial in self.plan.trials:
@@ -258,10 +258,10 @@ class Admission(Source):
         self._begun |= {s.id for s in stages if is_done(s.id) or layout.stage(s.id).spec.exists()}
         if all(is_done(s.id) for s in stages if not is_service(s.id)):
             run = self._recorded(trial) or self._new_run(trial, self._plan(trial, False))
-            self._say(trial, TrialWord("done", run=run.run))
+            self._print_line(trial, TrialVerdict("done", run=run.run))
         else:
             self._waiting.append(trial)
-            self.words[trial.name] = TrialWord()
+            self.words[trial.name] = TrialVerdict()
 
     def admit(self, stopping: bool) -> list[Member]:
         """Trials that begin now. Whatever the file system does not answer is retried later."""
@@ -269,7 +269,7 @@ class Admission(Source):
         before = dict(self.live)
         if not self._outage.pause_s:
             try:
-                self._hear_cancel()
+                self._handle_cancel()
                 self._watch_canary()
                 self.at_once = self._begin_more()
                 self._outage.is_over()
@@ -286,22 +286,22 @@ class Admission(Source):
         run = member.run.run
         # An error of one trial is reported with it, and stops no other.
         word = _word_of_error(error, run) if error else _word_of_views(member.views(), run)
-        self._say(trial, word)
+        self._print_line(trial, word)
 
     def end(self, error: BaseException | None) -> None:
         """Record that the sweep has no orchestrator any more."""
         for trial in self._waiting if self.held and error is None else ():
-            self._say(trial, TrialWord("held", self.held))
+            self._print_line(trial, TrialVerdict("held", self.held))
         code = self.exit_code if error is None else getattr(error, "exit_code", 70)
-        self._diary.write_orchestrator("ended", code)
+        self._event_log.write_orchestrator("ended", code)
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Write a line to the sweep's event log. One writer: this process."""
-        self._diary.note(event)
+        self._event_log.note(event)
 
     # ------------------------------------------------------------ for displays
 
-    def standing(self) -> dict[str, TrialWord]:
+    def standing(self) -> dict[str, TrialVerdict]:
         """State of every trial."""
         return dict(self.words)
 
@@ -317,7 +317,7 @@ class Admission(Source):
 
     # ------------------------------------------------------------ ending
 
-    def _hear_cancel(self) -> None:
+    def _handle_cancel(self) -> None:
         asked = self.workspace.cancel_asked(sweep_call(self._name))
         if self._stopping or asked is None:
             return
@@ -353,7 +353,7 @@ class Admission(Source):
         if self.canary and self.words[trial.name].state != "waiting":
             return None
         live = [self._trials[name] for name in self.live]
-        why = self.budget.why_held(trial, self._begun, live)
+        why = self.budget.why_waiting(trial, self._begun, live)
         if why and not self.live:
             self._hold(why)
         elif why:
@@ -366,17 +366,17 @@ class Admission(Source):
             member = self._member(trial, bool(self.canary))
         except Exception as error:
             if not is_outage(error):
-                self._say(trial, _word_of_error(error, ""))
+                self._print_line(trial, _word_of_error(error, ""))
                 return
             self._waiting.insert(0, trial)
             self._not_before = self.clock() + _AGAIN_S
             why = error.what if isinstance(error, RefinerError) else str(error)
             if trial.name not in self.words or self.words[trial.name].reason != why:
-                self._say(trial, TrialWord("waiting", why))
+                self._print_line(trial, TrialVerdict("waiting", why))
             return
         self.live[trial.name] = member
         self._begun.update(s.id for s in trial.plan.stages)
-        self._say(trial, TrialWord("running", run=member.run.run))
+        self._print_line(trial, TrialVerdict("running", run=member.run.run))
 
     def _hold(self, why: str) -> None:
         """Begin no more trials. Running ones continue."""
@@ -459,7 +459,7 @@ class Admission(Source):
         if self.canary is None or self._stopping:
             return
         (trial, stage), measured = self.canary, _measured_canary(self.workspace, self.canary[1])
-        word = self.words.get(trial.name, TrialWord())
+        word = self.words.get(trial.name, TrialVerdict())
         if measured is not None:
             self.canary = None
             self._release(trial.name, measured)
@@ -493,7 +493,7 @@ class Admission(Source):
 
     # ------------------------------------------------------------ telling
 
-    def _say(self, trial: Trial, word: TrialWord) -> None:
+    def _print_line(self, trial: Trial, word: TrialVerdict) -> None:
         """Record a trial's state, and report it if it is new."""
         told = self._told.get(trial.name, {})
         before = self.words.get(trial.name)

@@ -1,10 +1,10 @@
 """Resource use of stages so far, and the budget for further trials.
 
 In: a workspace and ids of stages; the limits of a sweep file, a forecast by stage. Out: a
-:class:`Use` each (time, devices, queue, waste, judge calls), and sums of them; the reason why a
-trial is held, empty if it fits. A finished stage never changes, so a reader reads it once, and the
-orchestrator of a sweep stores the use of finished stages beside the sweep for other readers
-(:meth:`UseReader.keep`).
+:class:`ResourceUsage` each (time, devices, queue, waste, judge calls), and sums of them; the reason
+why a trial is held, empty if it fits. A finished stage never changes, so a reader reads it once,
+and the orchestrator of a sweep stores the use of finished stages beside the sweep for other readers
+(:meth:`UsageReader.keep`).
 
 Counted are all attempts at the sweep's stages, each stage once: finished stages by their use,
 running ones by their forecast (or their use so far, if that is more), and the unfinished stages of
@@ -33,7 +33,7 @@ _HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Use:
+class ResourceUsage:
     """Resources used by all attempts together.
 
     Attributes
@@ -62,9 +62,11 @@ class Use:
     incidents: int = 0
     judge_calls: int | None = None
 
-    def plus(self, other: Use) -> Use:
+    def plus(self, other: ResourceUsage) -> ResourceUsage:
         """The sum."""
-        return Use(*(_sum(getattr(self, f.name), getattr(other, f.name)) for f in fields(Use)))
+        return ResourceUsage(
+            *(_sum(getattr(self, f.name), getattr(other, f.name)) for f in fields(ResourceUsage))
+        )
 
 
 def _sum(one: Any, other: Any) -> Any:
@@ -73,7 +75,7 @@ def _sum(one: Any, other: Any) -> Any:
     return one + other
 
 
-NOTHING = Use()
+NOTHING = ResourceUsage()
 
 
 def judge_calls_in(report: Mapping[str, Any]) -> int | None:
@@ -82,7 +84,7 @@ def judge_calls_in(report: Mapping[str, Any]) -> int | None:
     return int(usage["calls"]) if isinstance(usage, Mapping) and "calls" in usage else None
 
 
-class UseReader:
+class UsageReader:
     """Reads the use of stages; remembers what cannot change.
 
     ``kept`` is a file written by :meth:`keep`, if there is one.
@@ -91,7 +93,7 @@ class UseReader:
     def __init__(self, workspace: Workspace, kept: Path | None = None) -> None:
         self.workspace = workspace
         self._finished: set[str] = set()
-        self._done: dict[str, Use] = {}
+        self._done: dict[str, ResourceUsage] = {}
         self._kept: dict[str, list[Any]] = {}
         if kept is not None:
             self._kept = (workspace.read_control(kept) or {}).get("stages", {})
@@ -102,7 +104,7 @@ class UseReader:
             self._finished.add(stage_id)
         return stage_id in self._finished
 
-    def of(self, stage_id: str) -> Use:
+    def of(self, stage_id: str) -> ResourceUsage:
         """Use of one stage; zero before it has begun."""
         if found := self._done.get(stage_id) or self._from_file(stage_id):
             return found
@@ -114,9 +116,9 @@ class UseReader:
             self._done[stage_id] = use
         return use
 
-    def total(self, stage_ids: Iterable[str]) -> Use:
+    def total(self, stage_ids: Iterable[str]) -> ResourceUsage:
         """Use of several stages, each counted once."""
-        return reduce(Use.plus, map(self.of, dict.fromkeys(stage_ids)), NOTHING)
+        return reduce(ResourceUsage.plus, map(self.of, dict.fromkeys(stage_ids)), NOTHING)
 
     def keep(self, path: Path, stage_ids: Iterable[str]) -> None:
         """Store the use of finished stages for other readers. One writer: the orchestrator of the
@@ -127,12 +129,12 @@ class UseReader:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_json(path, {"version": 1, "stages": known})
 
-    def _from_file(self, stage_id: str) -> Use | None:
+    def _from_file(self, stage_id: str) -> ResourceUsage | None:
         """Stored use of a stage, if it was computed from the same result file."""
         stamp, values = self._kept.get(stage_id) or (None, None)
         if stamp is None or stamp != self._stamp(stage_id):
             return None
-        self._done[stage_id] = found = from_json(Use, values)
+        self._done[stage_id] = found = from_json(ResourceUsage, values)
         return found
 
     def _stamp(self, stage_id: str) -> list[int] | None:
@@ -143,7 +145,7 @@ class UseReader:
             return None
         return [found.st_size, found.st_mtime_ns]
 
-    def _of(self, stage_id: str, record: StageRecord) -> Use:
+    def _of(self, stage_id: str, record: StageRecord) -> ResourceUsage:
         numbers = [a.number for a in record.attempts]
         beats = {n: self.workspace.read_heartbeat(stage_id, n) or {} for n in numbers}
         seconds = sum(
@@ -158,7 +160,7 @@ class UseReader:
             for a in record.attempts
             if a.executor != "local"
         )
-        return Use(
+        return ResourceUsage(
             seconds=seconds,
             gpu_hours=seconds * gpus / _HOUR_S,
             cpu_hours=seconds * cpus / _HOUR_S,
@@ -206,14 +208,14 @@ class Budget:
     """
 
     limits: Limits
-    use: UseReader
+    use: UsageReader
     _forecast: Mapping[str, StageForecast] = field(default_factory=dict)
 
     def expect(self, forecast: SweepForecast) -> None:
         """Use this forecast from now on."""
         self._forecast = {s.stage: s for s in forecast.stages}
 
-    def why_held(self, trial: Trial, begun: Iterable[str], live: Sequence[Trial]) -> str:
+    def why_waiting(self, trial: Trial, begun: Iterable[str], live: Sequence[Trial]) -> str:
         """Reason why a trial may not begin now; empty if it may.
 
         Parameters

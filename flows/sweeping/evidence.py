@@ -1,7 +1,7 @@
 """Evidence from earlier runs for a sweep: the spread of its metric.
 
-In: a workspace and the metric that decides a sweep. Out: an :class:`~sweeps.power.Evidence`. The
-best available counts, in this order: two arms with several seeds in common, two arms with one;
+In: a workspace and the metric that decides a sweep. Out: an :class:`~sweeps.power.SpreadEvidence`.
+The best available counts, in this order: two arms with several seeds in common, two arms with one;
 else an assumption. Reads the newest runs and stops early.
 """
 
@@ -28,7 +28,7 @@ from refiner_core.contract.protocols import under
 from refiner_core.evaluation.metrics import load_samples
 from refiner_core.evaluation.power import mean_components, variance_components
 from refiner_core.report.printing import counted
-from sweeps.power import Evidence, assumed
+from sweeps.power import SpreadEvidence, assumed
 from sweeps.values import Question
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,10 @@ class _Group:
     values: list[float] = field(default_factory=list)
 
 
-def read_evidence(workspace: Workspace, aim: Question) -> Evidence:
+def read_evidence(workspace: Workspace, aim: Question) -> SpreadEvidence:
     """Evidence from earlier evaluations of that metric; an assumption if there are none."""
     groups = list(_groups(workspace, aim).values())
-    found: list[Evidence] = []
+    found: list[SpreadEvidence] = []
     for group in groups:
         try:
             found += filter(None, [_of_group(group, aim.metric)])
@@ -68,7 +68,7 @@ def read_evidence(workspace: Workspace, aim: Question) -> Evidence:
     return replace(evidence, text=evidence.text.replace(none, some), mean=mean)
 
 
-def _rank(evidence: Evidence) -> tuple[bool, int]:
+def _rank(evidence: SpreadEvidence) -> tuple[bool, int]:
     known = evidence.components
     return evidence.basis != "pairs", -(known.seeds * known.prompts if known else 0)
 
@@ -109,7 +109,7 @@ def _arm(config: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- spreads
 
 
-def _of_group(group: _Group, metric: str) -> Evidence | None:
+def _of_group(group: _Group, metric: str) -> SpreadEvidence | None:
     """The best evidence from evaluations under one protocol."""
     mean = float(np.mean(group.values))
     arms = sorted(group.arms.values(), key=len, reverse=True)
@@ -127,7 +127,7 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
         f"measured: {counted(len(layouts), 'pair')} of earlier arms, {counted(seeds, 'seed')}, "
         f"{known.prompts} prompts; the spread of seeds is {'hardly' if seeds > 1 else 'not'} known"
     )
-    return Evidence(known, "pairs" if seeds > 1 else "one seed", text, mean)
+    return SpreadEvidence(known, "pairs" if seeds > 1 else "one seed", text, mean)
 
 
 def _layout(arm: Mapping[int, Path], seeds: Sequence[int], metric: str) -> Floats:

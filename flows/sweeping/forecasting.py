@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flows.sweeping.budget import NOTHING, UseReader, judge_calls_in
+from flows.sweeping.budget import NOTHING, UsageReader, judge_calls_in
 from flows.sweeping.status import use_file
-from infra.disk.forecast import Knowledge, forecast_disk, size_of_model
-from infra.jobs.protocol import tail_of
+from infra.disk.forecast import ForecastInputs, forecast_disk, size_of_model
+from infra.jobs.dispatcher import tail_of
 from infra.orchestrator.timeline import devices_of, rough
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
@@ -34,10 +34,10 @@ from refiner_core.contract.services import is_service
 from refiner_core.report.printing import size, table_lines
 from sweeps.forecast import (
     CanaryMeasure,
+    ExceededLimit,
     History,
-    Measured,
-    Passed,
     StageForecast,
+    StageMeasure,
     SweepForecast,
     Work,
     forecast_sweep,
@@ -82,7 +82,7 @@ def finished_stages(
         yield from ((run, i) for i in new if workspace.layout.stage(i).result.exists())
 
 
-def _measured(workspace: Workspace, wanted: AbstractSet[tuple[str, str]]) -> Iterator[Measured]:
+def _measured(workspace: Workspace, wanted: AbstractSet[tuple[str, str]]) -> Iterator[StageMeasure]:
     found = finished_stages(workspace, {kind for kind, _ in wanted})
     for _, stage_id in islice(found, MOST_STAGES):
         try:
@@ -100,7 +100,7 @@ def _stage(
     stage_id: str,
     record: StageRecord,
     wanted: AbstractSet[tuple[str, str]],
-) -> Measured | None:
+) -> StageMeasure | None:
     """One finished stage; None if the sweep has no use for it."""
     spec, result = record.spec, record.result
     model = spec.sources.get("model", "")
@@ -115,7 +115,7 @@ def _stage(
     unit_s = _step_s(paths.metrics) if spec.kind in STAGES else None
     if unit_s is None and own_units:
         unit_s = result.seconds / own_units
-    return Measured(
+    return StageMeasure(
         shape=shape_of(spec.kind, spec.identity, model, devices_of(config, spec.kind)),
         work=work,
         data=spec.input_fingerprints.get("data", ""),
@@ -181,7 +181,7 @@ def forecast_of(
     if len(done) == len(plan.stages()):
         return forecast_sweep(plan, History(), done)
     known = read_history(workspace, plan) if history is None else history
-    disk = forecast_disk([t.plan for t in plan.trials], Knowledge(workspace, size_of_model))
+    disk = forecast_disk([t.plan for t in plan.trials], ForecastInputs(workspace, size_of_model))
     if (most := plan.sweep.limits.concurrency) is not None:
         disk = replace(disk, parallel=min(disk.parallel, most))
     basis = f"unknown for {len(disk.unknown)} stages" if disk.unknown else ""
@@ -193,7 +193,7 @@ def forecast_of(
 
 
 def forecast_lines(
-    forecast: SweepForecast, passed: Sequence[Passed] = (), *, free_bytes: int | None = None
+    forecast: SweepForecast, passed: Sequence[ExceededLimit] = (), *, free_bytes: int | None = None
 ) -> list[str]:
     """Forecast in lines, one per kind of stage, then disk and limits."""
     if not forecast.stages:
@@ -265,7 +265,7 @@ def _kind_row(kind: Mapping[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- for scripts and records
 
 
-def forecast_json(forecast: SweepForecast, passed: Sequence[Passed] = ()) -> dict[str, Any]:
+def forecast_json(forecast: SweepForecast, passed: Sequence[ExceededLimit] = ()) -> dict[str, Any]:
     """The forecast without single stages, for a sweep's record and ``--json``."""
     unknown = forecast.unknown()
     return {
@@ -283,9 +283,11 @@ def forecast_json(forecast: SweepForecast, passed: Sequence[Passed] = ()) -> dic
     }
 
 
-def passed_by(forecast: SweepForecast, plan: SweepPlan, workspace: Workspace) -> tuple[Passed, ...]:
+def passed_by(
+    forecast: SweepForecast, plan: SweepPlan, workspace: Workspace
+) -> tuple[ExceededLimit, ...]:
     """Limits of the sweep file that it would exceed, given the use of its stages so far."""
     limits, used = plan.sweep.limits, NOTHING
     if limits.gpu_hours is not None or limits.judge_calls is not None:
-        used = UseReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())
+        used = UsageReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())
     return tuple(passed_limits(forecast, limits, picked(used, "gpu_hours", "judge_calls")))

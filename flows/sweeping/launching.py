@@ -16,27 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from flows.checking.resources import check_server_programs
-from flows.notifying.watching import SweepWatching
-from flows.running.background import Detached, Where, attach, leave
+from flows.notifying.notifiers import SweepNotifier
+from flows.running.background import BackgroundProcess, Where, attach, leave
 from flows.running.calls import (
-    Pinned,
+    CodeSnapshot,
     check_hub_access,
     check_supported,
     in_folder,
     pin_code,
+    print_line,
     refuse_what_never_fits,
-    say,
     warn_of_silence,
-    with_room,
+    with_space,
 )
 from flows.running.cancelling import CancelOutcome, cancel, waiting_stages
 from flows.running.console import Console
-from flows.running.showing import Hears, Launch, orchestrate
+from flows.running.foreground import CallObserver, LaunchOptions, orchestrate
 from flows.running.status import is_finished
-from flows.sweeping.admission import Admission, TrialWord, find_canary
-from flows.sweeping.budget import Budget, UseReader
+from flows.sweeping.admission import Admission, TrialVerdict, find_canary
+from flows.sweeping.budget import Budget, UsageReader
 from flows.sweeping.forecasting import forecast_json, forecast_of, passed_by
-from flows.sweeping.planning import SweepLook, detectable_json, forecast_sweep, make_sweep_plan
+from flows.sweeping.planning import SweepPreview, detectable_json, forecast_sweep, make_sweep_plan
 from flows.sweeping.status import use_file
 from infra.host.processes import ProcessId, host_name, user_name
 from infra.jobs.dispatch import make_router
@@ -148,13 +148,13 @@ def _same(one: SweepRecord, other: SweepRecord) -> bool:
     return what(one) == what(other)
 
 
-def pin_for(workspace: Workspace, name: str) -> Pinned:
+def pin_for(workspace: Workspace, name: str) -> CodeSnapshot:
     """The current code and its provenance, stored beside the sweep: background processes import the
     snapshot, and know no checkout."""
     code = snapshot_code(workspace)
     path = sweep_folder(workspace, name) / "pinned" / f"{code.name}.json"
     if (found := workspace.read_control(path)) is not None:
-        return from_json(Pinned, found)
+        return from_json(CodeSnapshot, found)
     pinned = pin_code(workspace)
     with no_space_guard(workspace.root, "pinning the code"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ class SweepOutcome:
 
     record: SweepRecord
     workspace: Workspace
-    words: Mapping[str, TrialWord]
+    words: Mapping[str, TrialVerdict]
     held: str
     exit_code: int
 
@@ -215,7 +215,7 @@ def workspace_of(plan: SweepPlan, *, to_write: bool = False) -> Workspace:
     """The workspace of a sweep's trials."""
     config = plan.config
     if to_write:
-        return with_room(config, lambda: Workspace.open(config.workspace, config.data_root))
+        return with_space(config, lambda: Workspace.open(config.workspace, config.data_root))
     return Workspace.read_only(config.workspace)
 
 
@@ -246,7 +246,7 @@ def check_arms(plan: SweepPlan) -> None:
 
 
 def work_on_sweep(
-    plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: Launch
+    plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: LaunchOptions
 ) -> SweepOutcome:
     """Take a sweep up, and work on it until every trial has ended or is held.
 
@@ -271,10 +271,10 @@ def work_on_sweep(
     before, config = orchestrator_of(workspace, call), plan.config
     router = make_router(config.dispatch, workspace)
     router.check(plan.stages().values())
-    with_room(config, lambda: take_up(workspace, call, regardless=launch.take_over))
-    with_room(config, lambda: workspace.withdraw_cancel(call))
+    with_space(config, lambda: take_up(workspace, call, regardless=launch.take_over))
+    with_space(config, lambda: workspace.withdraw_cancel(call))
     name, limits, finished = record.name, plan.sweep.limits, is_finished(workspace, plan.stages())
-    use = UseReader(workspace, use_file(workspace, name))
+    use = UsageReader(workspace, use_file(workspace, name))
     admission = Admission(
         plan,
         workspace,
@@ -286,17 +286,17 @@ def work_on_sweep(
         forecast=None if finished else forecast_of(plan, workspace),
         past_canary=launch.past_canary,
         take_over=launch.take_over,
-        pin=lambda room: pin_for(room, name),
+        pin=lambda ws: pin_for(ws, name),
     )
-    hears = Hears()
+    observer = CallObserver()
     if alarms_of(config.notify):
         about = (call, record, config.notify, workspace, before)
-        hears = SweepWatching(admission, *about, resumed=launch.resumed, say=say)
+        observer = SweepNotifier(admission, *about, resumed=launch.resumed, print_line=print_line)
     if finished:
         admission.begin()
         admission.end(None)
-        hears.over({})
-        hears.close()
+        observer.over({})
+        observer.close()
     else:
         console = Console(trials=admission.standing, quiet=launch.quiet)
         admission.tell = console.note
@@ -304,7 +304,7 @@ def work_on_sweep(
         orchestrate(
             *(admission, workspace, router, config),
             console=console,
-            hears=hears,
+            observer=observer,
             begun=lambda: attach(workspace, call, console) if launch.use_server else None,
         )
     try:  # for later readers; without it they take a second more
@@ -320,7 +320,7 @@ def begin_sweep(
     plan: SweepPlan,
     overrides: Sequence[str] = (),
     *,
-    look: SweepLook | None = None,
+    look: SweepPreview | None = None,
     take_over: bool = False,
 ) -> SweepRecord:
     """Check a sweep and record its newest version.
@@ -356,14 +356,14 @@ def begin_sweep(
         }
         refuse_what_cannot_fit(before.passed)
     workspace = workspace_of(plan, to_write=True)
-    return with_room(
+    return with_space(
         plan.config,
         lambda: record_version(plan, workspace, overrides, forecast, take_over=take_over),
     )
 
 
 def run_sweep(
-    sweep: str, overrides: Sequence[str] = (), *, launch: Launch | None = None
+    sweep: str, overrides: Sequence[str] = (), *, launch: LaunchOptions | None = None
 ) -> SweepOutcome:
     """Carry out a sweep without a confirmation; finished work is skipped.
 
@@ -387,13 +387,16 @@ def run_sweep(
         Nothing was started: it cannot be carried out here, or exceeds its limits.
     """
     plan = make_sweep_plan(sweep, overrides)
-    launch = launch or Launch(quiet=True)
+    launch = launch or LaunchOptions(quiet=True)
     record = begin_sweep(plan, overrides, take_over=launch.take_over)
     return work_on_sweep(plan, workspace_of(plan, to_write=True), record, launch)
 
 
 def resume_sweep(
-    sweep: str, workspace: str | Path = RecipeConfig.workspace, *, launch: Launch | None = None
+    sweep: str,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    launch: LaunchOptions | None = None,
 ) -> SweepOutcome:
     """Continue the newest version of a recorded sweep.
 
@@ -420,9 +423,9 @@ def resume_sweep(
     with in_folder(record.folder):
         plan = plan_of_record(Workspace.read_only(workspace), record)
         check_arms(plan)
-        room = workspace_of(plan, to_write=True)
-        launch = replace(launch or Launch(quiet=True), resumed=True)
-        return work_on_sweep(plan, room, record, launch)
+        ws = workspace_of(plan, to_write=True)
+        launch = replace(launch or LaunchOptions(quiet=True), resumed=True)
+        return work_on_sweep(plan, ws, record, launch)
 
 
 def detach_sweep(
@@ -430,8 +433,8 @@ def detach_sweep(
     workspace: str | Path = RecipeConfig.workspace,
     *,
     where: Where = "process",
-    launch: Launch | None = None,
-) -> Detached:
+    launch: LaunchOptions | None = None,
+) -> BackgroundProcess:
     """Continue a recorded sweep in the background; return once it is being worked on.
 
     Parameters
@@ -457,16 +460,16 @@ def detach_sweep(
     UnsupportedError, LaunchError
         There is no Slurm here to submit a job to, or it refused the job.
     """
-    launch = launch or Launch()
-    room = Workspace.open(workspace)
-    record = read_sweep(room, sweep)
-    require_idle(room, sweep_call(sweep), regardless=launch.take_over)
+    launch = launch or LaunchOptions()
+    ws = Workspace.open(workspace)
+    record = read_sweep(ws, sweep)
+    require_idle(ws, sweep_call(sweep), regardless=launch.take_over)
     profile = None
     if where == "job":
         with in_folder(record.folder):
-            profile = plan_of_record(room, record).config.dispatch.profile
-    code = pin_for(room, record.name).code
-    return leave(room, sweep_call(record.name), code, where, profile, launch)
+            profile = plan_of_record(ws, record).config.dispatch.profile
+    code = pin_for(ws, record.name).code
+    return leave(ws, sweep_call(record.name), code, where, profile, launch)
 
 
 def cancel_sweep(
@@ -500,20 +503,20 @@ def cancel_sweep(
     WorkspaceError
         The records may have been written by another user.
     """
-    room = Workspace.read_only(Path(workspace).absolute())
-    room.require_trust()
-    record = read_sweep(room, sweep)
-    known = {t.name: trial_run(room, sweep, t.name) for t in record.trials}
+    ws = Workspace.read_only(Path(workspace).absolute())
+    ws.require_trust()
+    record = read_sweep(ws, sweep)
+    known = {t.name: trial_run(ws, sweep, t.name) for t in record.trials}
     runs = {trial: run for trial, run in known.items() if run is not None}
     begun = (trial for trial in reversed(record.trials) if trial.name in runs)
     names = {i: f"{t.name}/{n}" for t in begun for n, i in t.stages.items()}
-    config = next((room.read_run(run).config for run in runs.values()), {})
+    config = next((ws.read_run(run).config for run in runs.values()), {})
     stages = {name: i for i, name in names.items()}
     call = RunRecord(
         *(RECORD_VERSION, sweep_call(sweep), record.recipe, (), (), config, stages),
         *(record.code, record.started_at),
     )
-    outcome = cancel(room, call, wait_s=wait_s, now=now, tell=tell, ours=frozenset(runs.values()))
+    outcome = cancel(ws, call, wait_s=wait_s, now=now, tell=tell, ours=frozenset(runs.values()))
     return replace(outcome, run=sweep, stages=())
 
 
@@ -527,10 +530,10 @@ def suspend_sweep(workspace: Workspace, name: str) -> None:
         The request could not be recorded.
     """
     sweep, by = read_sweep(workspace, name), f"{user_name()} on {host_name()}"
-    workspace.ask_cancel(sweep_call(name), by, [t.name for t in sweep.trials])
+    workspace.request_cancel(sweep_call(name), by, [t.name for t in sweep.trials])
     for trial in sweep.trials:
         run = trial_run(workspace, name, trial.name)
         if run is None or not orchestrator_of(workspace, run).works:
             continue
         if waiting := waiting_stages(workspace, workspace.read_run(run)):
-            workspace.ask_cancel(run, by, waiting)
+            workspace.request_cancel(run, by, waiting)

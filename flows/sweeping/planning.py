@@ -2,7 +2,7 @@
 
 In: a sweep's name or file, and overrides for every trial. Out: a :class:`~sweeps.values.SweepPlan`.
 From it and its workspace, which need not exist: tables of arms and stages, shared and finished
-stages, and a :class:`SweepLook` with forecast, exceeded limits, smallest detectable effect and
+stages, and a :class:`SweepPreview` with forecast, exceeded limits, smallest detectable effect and
 warnings, as lines and as JSON. Reads files, writes nothing, needs neither network nor torch. The
 recipe is merged once, and shared inputs of trials are hashed once.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.checking.models import asked_of_model, check_model_files
-from flows.checking.sources import each_read_once, resolve_sources
+from flows.checking.sources import read_each_once, resolve_sources
 from flows.sweeping.evidence import read_evidence
 from flows.sweeping.forecasting import (
     forecast_json,
@@ -29,8 +29,8 @@ from flows.sweeping.forecasting import (
     read_history,
 )
 from flows.sweeping.status import SweepStatus, SweepWatcher
-from infra.disk.keeper import DiskKeeper
-from infra.orchestrator.observe import StageForecast, observe_stages
+from infra.disk.manager import DiskManager
+from infra.orchestrator.observe import ActionForecast, observe_stages
 from infra.store.sweep_records import sweep_names
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
@@ -42,7 +42,7 @@ from refiner_core.evaluation.metrics import is_number
 from refiner_core.report.printing import counted, table_lines
 from sweeps.checks import varied_fields
 from sweeps.definition import load_sweep, shipped_sweeps
-from sweeps.forecast import Passed, SweepForecast, prompts_of
+from sweeps.forecast import ExceededLimit, SweepForecast, prompts_of
 from sweeps.planning import plan_sweep
 from sweeps.power import ALPHA, POWER, Detectable, aim_of, detectable
 from sweeps.values import SweepFile, SweepPlan
@@ -77,7 +77,7 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
     # The last override of a field wins.
     last = {text.partition("=")[0]: text for text in (*sweep.overrides, *texts)}
     sweep = replace(sweep, overrides=tuple(last.values()))
-    with each_read_once(), _all_stays():
+    with read_each_once(), _all_stays():
         try:
             base = check_config(load_recipe(sweep.recipe, sweep.overrides))
         except ConfigurationError as error:
@@ -181,14 +181,14 @@ MOST_ARMS = 40
 
 
 @dataclass(frozen=True)
-class SweepLook:
+class SweepPreview:
     """A planned sweep with its workspace: stages by id, forecast, exceeded limits, the smallest
     detectable effect, free bytes."""
 
     plan: SweepPlan
-    stages: dict[str, StageForecast]
+    stages: dict[str, ActionForecast]
     forecast: SweepForecast
-    passed: tuple[Passed, ...]
+    passed: tuple[ExceededLimit, ...]
     detectable: Detectable
     free_bytes: int
 
@@ -214,7 +214,7 @@ class SweepLook:
         }
 
 
-def forecast_sweep(plan: SweepPlan) -> SweepLook:
+def forecast_sweep(plan: SweepPlan) -> SweepPreview:
     """Cost and statistical power of a sweep, given the workspace. Changes nothing.
 
     Parameters
@@ -240,11 +240,11 @@ def forecast_sweep(plan: SweepPlan) -> SweepLook:
     stage = first.evaluation(aim.model, aim.protocol)
     prompts = None if stage is None else prompts_of(first, stage, history)
     found = detectable(plan, prompts, read_evidence(workspace, aim))
-    free = max(0, DiskKeeper(workspace, first.config.disk).room().free_bytes)
-    return SweepLook(plan, stages, forecast, passed_by(forecast, plan, workspace), found, free)
+    free = max(0, DiskManager(workspace, first.config.disk).room().free_bytes)
+    return SweepPreview(plan, stages, forecast, passed_by(forecast, plan, workspace), found, free)
 
 
-def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]:
+def show_sweep_plan(plan: SweepPlan, look: SweepPreview | None = None) -> list[str]:
     """Plan of a sweep as lines: arms, seeds, stages, cost and statistical power."""
     look = look or forecast_sweep(plan)
     lines = [*_what_it_is(look), ""]
@@ -254,7 +254,7 @@ def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]
     return [*lines, "", *look.lines(), *(f"Warning: {warning}" for warning in plan.warnings)]
 
 
-def _what_it_is(look: SweepLook) -> list[str]:
+def _what_it_is(look: SweepPreview) -> list[str]:
     """Lines that describe the sweep."""
     plan, counts = look.plan, look.counts()
     sweep = plan.sweep
@@ -274,7 +274,7 @@ def _what_it_is(look: SweepLook) -> list[str]:
     return lines
 
 
-def _arm_rows(look: SweepLook) -> list[tuple[str, ...]]:
+def _arm_rows(look: SweepPreview) -> list[tuple[str, ...]]:
     plan = look.plan
     left: Counter[str] = Counter()
     for trial in plan.trials:
@@ -295,7 +295,7 @@ def _changes(plan: SweepPlan, arm: ArmRecord) -> str:
     return shlex.join(own) or "(the recipe as it is)"
 
 
-def sweep_json(plan: SweepPlan, look: SweepLook | None = None) -> dict[str, Any]:
+def sweep_json(plan: SweepPlan, look: SweepPreview | None = None) -> dict[str, Any]:
     """Plan of a sweep for scripts (`refiner sweep FILE --dry-run --json`)."""
     look = look or forecast_sweep(plan)
     sweep = plan.sweep
@@ -320,7 +320,7 @@ def sweep_json(plan: SweepPlan, look: SweepLook | None = None) -> dict[str, Any]
     }
 
 
-def _stage_json(name: str, found: StageForecast) -> dict[str, str]:
+def _stage_json(name: str, found: ActionForecast) -> dict[str, str]:
     return {
         **{"stage": found.stage.kind, "name": name},
         **picked(found.stage, "id", "fingerprint"),
@@ -362,8 +362,8 @@ def list_sweeps(workspace: str | Path = RecipeConfig.workspace) -> KnownSweeps:
     WorkspaceError
         The folder is no workspace, or a record is damaged.
     """
-    room = Workspace.read_only(workspace)
-    recorded = {name: SweepWatcher(room, name).look() for name in sweep_names(room)}
+    ws = Workspace.read_only(workspace)
+    recorded = {name: SweepWatcher(ws, name).look() for name in sweep_names(ws)}
     found = ((name, load_sweep(name)) for name in shipped_sweeps())
     shipped = (ShippedSweep(name, sweep.recipe, sweep.question.text) for name, sweep in found)
     return KnownSweeps(tuple(shipped), recorded)

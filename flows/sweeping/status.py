@@ -19,13 +19,13 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from flows.notifying.sender import not_told_lines
+from flows.notifying.sender import unsent_lines
 from flows.running.console import states_counted, states_text
 from flows.running.status import cancel_lines, orchestrator_text, progress_of, progress_text
-from flows.sweeping.budget import NOTHING, Use, UseReader
+from flows.sweeping.budget import NOTHING, ResourceUsage, UsageReader
 from infra.orchestrator.timeline import device_time, first_line, read_events, rough
 from infra.store.layout import is_sweep, sweep_call
-from infra.store.orchestrators import Orchestrator, orchestrator_of
+from infra.store.orchestrators import OrchestratorProcess, orchestrator_of
 from infra.store.sweep_records import (
     read_sweep,
     sweep_folder,
@@ -45,7 +45,7 @@ from refiner_core.contract.records import (
 )
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import counted
-from refiner_core.report.sweep.document import TrialState
+from refiner_core.report.sweep.sweep_report import TrialState
 
 
 def sweep_named(workspace: Workspace, word: str) -> str | None:
@@ -104,7 +104,7 @@ class TrialStanding:
     eta_s: float | None = None
     stages_done: int = 0
     stages: int = 0
-    use: Use = NOTHING
+    use: ResourceUsage = NOTHING
     shared: tuple[str, ...] = ()
 
     @property
@@ -124,14 +124,14 @@ class SweepWatcher:
 
     def __init__(self, workspace: Workspace, name: str) -> None:
         self.workspace, self.name = workspace, name
-        self.use = UseReader(workspace, use_file(workspace, name))
+        self.use = UsageReader(workspace, use_file(workspace, name))
 
     def look(self) -> SweepStatus:
         """Current status of the sweep, by its newest version."""
         record, call = read_sweep(self.workspace, self.name), sweep_call(self.name)
         who = orchestrator_of(self.workspace, call)
         trials = tuple(self.standings(record))
-        use = reduce(Use.plus, (trial.use for trial in trials), NOTHING)
+        use = reduce(ResourceUsage.plus, (trial.use for trial in trials), NOTHING)
         asked = self.workspace.cancel_asked(call) if who.works else None
         return SweepStatus(record, trials, who, use, asked)
 
@@ -219,8 +219,8 @@ class SweepStatus:
 
     record: SweepRecord
     trials: tuple[TrialStanding, ...]
-    orchestrator: Orchestrator
-    use: Use
+    orchestrator: OrchestratorProcess
+    use: ResourceUsage
     cancel_asked: Mapping[str, Any] | None = None
 
     @property
@@ -275,9 +275,9 @@ def watch_sweep(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> S
     ConfigurationError
         There is no such sweep; the message names the nearest.
     """
-    room = Workspace.read_only(workspace)
-    read_sweep(room, sweep)
-    return SweepWatcher(room, sweep)
+    ws = Workspace.read_only(workspace)
+    read_sweep(ws, sweep)
+    return SweepWatcher(ws, sweep)
 
 
 # ---------------------------------------------------------------- for people
@@ -313,7 +313,7 @@ def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
     page = workspace.layout.reports / status.record.name / "report.html"
     if page.exists():
         yield f"Page: {page}"
-    yield from not_told_lines(workspace, sweep_call(status.record.name))
+    yield from unsent_lines(workspace, sweep_call(status.record.name))
     yield from cancel_lines(status.cancel_asked)
     yield orchestrator_text(status.orchestrator, status.finished)
     if commands := next_commands(status, workspace):

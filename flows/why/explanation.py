@@ -1,7 +1,7 @@
 """Explanation of a number: find the recorded value, and everything behind it.
 
-In: words of a user, and a workspace. Out: :class:`Figure` values (metrics of evaluations and of
-training steps), and for one of them a document (``refiner why --json``) and its text for a
+In: words of a user, and a workspace. Out: :class:`RecordedNumber` values (metrics of evaluations
+and of training steps), and for one of them a document (``refiner why --json``) and its text for a
 terminal. A number matches a value that is printed in the same way: ``0.512`` matches 0.51234, not
 0.5131. The value is recomputed from its samples; deleted files are reported.
 """
@@ -55,7 +55,7 @@ class Query(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Figure:
+class RecordedNumber:
     """One recorded number.
 
     Attributes
@@ -111,10 +111,12 @@ def parse_query(words: Sequence[str]) -> Query:
     return Query("".join(numbers), names)
 
 
-def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[str]) -> list[Figure]:
+def figures_of_stages(
+    query: Query, workspace: Workspace, stage_ids: Iterable[str]
+) -> list[RecordedNumber]:
     """Matching values of some stages, each once; unless a protocol file is named, the recipe's own
     protocol comes first."""
-    found: dict[tuple[Any, ...], Figure] = {}
+    found: dict[tuple[Any, ...], RecordedNumber] = {}
     for stage_id in stage_ids:
         for figure in _figures(workspace, stage_id, query.names):
             if query.means(figure.value) and set(query.names) <= set(figure.words):
@@ -126,14 +128,14 @@ def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[st
     return hits if query.number or named else own or hits
 
 
-def _figures(workspace: Workspace, stage_id: str, names: Sequence[str]) -> Iterator[Figure]:
+def _figures(workspace: Workspace, stage_id: str, names: Sequence[str]) -> Iterator[RecordedNumber]:
     record = workspace.read_record(stage_id)
     if record is None:
         return
     report = record.result.report if record.result else {}
     for part in ("evaluations", "reference") if "evaluations" in report else ():
         for position, entry in enumerate(report[part]):
-            yield Figure(
+            yield RecordedNumber(
                 "evaluation",
                 **{name: entry[name] for name in ("metric", "value", "decoding")},
                 model=str(entry["stage"]),
@@ -147,13 +149,15 @@ def _figures(workspace: Workspace, stage_id: str, names: Sequence[str]) -> Itera
     for line in read_metrics(path) if path else ():
         for name in {*names, _REWARD} & line.metrics.keys():
             if (value := line.metrics[name]) is not None:
-                figure = Figure("training", record.spec.name, name, value, step=line.step)
-                yield Figure(**vars(figure) | {"entry": {"value": value}, "stage_id": stage_id})
+                figure = RecordedNumber("training", record.spec.name, name, value, step=line.step)
+                yield RecordedNumber(
+                    **vars(figure) | {"entry": {"value": value}, "stage_id": stage_id}
+                )
 
 
 def find_numbers(
     words: Sequence[str], workspace: str | Path = RecipeConfig.workspace
-) -> list[Figure]:
+) -> list[RecordedNumber]:
     """Recorded values that match words.
 
     Parameters
@@ -174,17 +178,17 @@ def find_numbers(
     ConfigurationError
         No value matches; the message lists the known names.
     """
-    room = Workspace.read_only(workspace)
-    known = room.run_ids()
+    ws = Workspace.read_only(workspace)
+    known = ws.run_ids()
     is_run = {w for w in words if any(r == w or r.endswith(f"-{w}") for r in known if len(w) > 3)}
-    run = find_run(room, next(iter(is_run), None))
+    run = find_run(ws, next(iter(is_run), None))
     query = parse_query([word for word in words if word not in is_run])
     newest = list(run.stages.values()) if run else []
-    stage_ids = newest if is_run else room.stage_ids()
+    stage_ids = newest if is_run else ws.stage_ids()
     for ids in (newest, stage_ids):
-        if found := figures_of_stages(query, room, ids):
+        if found := figures_of_stages(query, ws, ids):
             return found
-    others = figures_of_stages(Query(), room, stage_ids)
+    others = figures_of_stages(Query(), ws, stage_ids)
     there = list(dict.fromkeys(word for figure in others for word in figure.words[:3]))
     unknown = next((name for name in query.names if name not in there), "")
     expected = f"a number as it is printed, or names of one: {', '.join(there[:12]) or 'none here'}"
@@ -194,7 +198,7 @@ def find_numbers(
         expected = "one that is recorded; the nearest are "
         expected += "; ".join(f"{f.value:.6g} ({' '.join(f.words[:3])})" for f in near)
     raise ConfigurationError(
-        f"{run.run if run and is_run else room.root} has no number that is {' '.join(words)!r}."
+        f"{run.run if run and is_run else ws.root} has no number that is {' '.join(words)!r}."
         f"{suggest(unknown, there) if unknown else ''}",
         expected=expected,
         fix="name one of these, another run or workspace=DIR (`refiner status --all` lists runs)",
@@ -202,7 +206,10 @@ def find_numbers(
 
 
 def explain_number(
-    figure: Figure, workspace: str | Path = RecipeConfig.workspace, *, sample: str | None = None
+    figure: RecordedNumber,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    sample: str | None = None,
 ) -> dict[str, Any]:
     """Origin of a number: its protocol, samples, answers and judgements.
 
@@ -230,13 +237,13 @@ def explain_number(
     DataError
         The samples are damaged.
     """
-    room, evaluated = Workspace.read_only(workspace), figure.kind == "evaluation"
+    ws, evaluated = Workspace.read_only(workspace), figure.kind == "evaluation"
     found: dict[str, Any] = {**asdict(figure), "recomputed": None, "agrees": None}
     found |= {"samples": [], "sample": None}
     column: str = figure.metric
-    attempts = list(attempts_of(room, figure.stage_id).values())
+    attempts = list(attempts_of(ws, figure.stage_id).values())
     if evaluated:
-        folder = room.output_dir(figure.stage_id)
+        folder = ws.output_dir(figure.stage_id)
         path = None if folder is None else folder / str(figure.entry["samples_file"])
     else:
         name = f"{step_name(figure.step or 0)}.parquet"
@@ -247,7 +254,7 @@ def explain_number(
         return found | {"notes": ["The samples behind it are not kept."]}
     rows = load_samples(path) if evaluated else read_rollouts(path)
     if evaluated:
-        config = from_json(RecipeConfig, room.part(attempts[0], "config"))
+        config = from_json(RecipeConfig, ws.part(attempts[0], "config"))
         again = recompute(rows, column, config)
         found["recomputed"] = again and again._asdict()
         found["agrees"] = again is not None and all(
@@ -258,7 +265,7 @@ def explain_number(
         found["notes"] = [f"{column} is no mean over rollouts; they are shown by reward."]
         column = "reward"
     _add_samples(found, rows, column, sample)
-    data, prompts = prompts_of(room, attempts[0], HELD_OUT if evaluated else TRAINED_ON)
+    data, prompts = prompts_of(ws, attempts[0], HELD_OUT if evaluated else TRAINED_ON)
     asked = {prompt.sample_id: prompt for prompt in (load_prompts(prompts) if prompts else ())}
     if prompt := asked.get(found["sample"]["which"]["sample_id"]):
         found["sample"] |= {"question": prompt.question, "prompt": prompt.prompt_text}
@@ -302,7 +309,7 @@ def _add_samples(
 OUTPUT_VERSION = 1
 
 
-def one_line(figure: Figure) -> str:
+def one_line(figure: RecordedNumber) -> str:
     """A value with its names: ``0.512 [0.480, 0.543]  citation_f1 of grpo, greedy, n = 64``."""
     said = f"{measured(figure.entry)}  {figure.metric} of {figure.model}"
     if figure.step is not None:
@@ -311,13 +318,13 @@ def one_line(figure: Figure) -> str:
     return ", ".join([said, *filter(None, words)])
 
 
-def candidate_lines(figures: Sequence[Figure], asked: str) -> list[str]:
+def candidate_lines(figures: Sequence[RecordedNumber], asked: str) -> list[str]:
     """Several matching values, with the stages that distinguish them."""
     lines = (f"  {one_line(figure)}  {figure.stage_id}" for figure in figures)
     return [f"{asked} is {len(figures)} recorded numbers:", "", *lines]
 
 
-def explanation_lines(figure: Figure, found: Mapping[str, Any]) -> list[str]:
+def explanation_lines(figure: RecordedNumber, found: Mapping[str, Any]) -> list[str]:
     """Everything behind one number."""
     template = template_of(__package__, "explanation.txt.jinja")
     return template.render(f=found, one_line=one_line(figure)).splitlines()

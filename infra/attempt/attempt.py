@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from infra.attempt.stage_io import AttemptIO, Heartbeat, redirect_output
-from infra.disk.keeper import DiskKeeper
+from infra.disk.manager import DiskManager
 from infra.host.files import PASSING, exists, make_folder
 from infra.host.processes import ProcessId, host_name
+from infra.jobs.dispatcher import AttemptRef
 from infra.jobs.failures import classify, detailed, outcome_of
-from infra.jobs.protocol import AttemptRef
 from infra.jobs.signals import AttemptClosed, SlurmJob, StopFlag, why_stopped
 from infra.store import atomic
 from infra.store.atomic import is_no_space, is_read_only, no_space_guard
@@ -46,7 +46,7 @@ from infra.store.checkpoints import (
     CheckpointStore,
     checkpoint_to_export,
     hash_files,
-    held_steps,
+    retained_steps,
     tree_bytes,
 )
 from infra.store.provenance import job_provenance
@@ -56,8 +56,8 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import (
     RECORD_VERSION,
+    AttemptOutcome,
     FailureClass,
-    Outcome,
     StageResult,
     StageSpec,
     from_json,
@@ -147,7 +147,7 @@ class AttemptRun:
             keep=getattr(getattr(self.config, self.spec.kind, None), "keep", 2),
             fence=self.check_fence,
             before_commit=lambda: self.io.flush(),
-            held=lambda: held_steps(self.stage_paths),
+            held=lambda: retained_steps(self.stage_paths),
             reserve=self._reserve,
             watch=self.heartbeat.saving,
             elapsed=lambda: self.seconds,
@@ -157,13 +157,13 @@ class AttemptRun:
             number,
             store,
             on_progress=self.heartbeat.tell,
-            stop_asked=lambda: self.stop_asked,
+            stop_requested_by=lambda: self.stop_requested_by,
             also_log=self.tracker.log,
-            wait_for_room=self._wait_for_room,
+            wait_for_space=self._wait_for_space,
         )
 
     @property
-    def stop_asked(self) -> bool:
+    def stop_requested_by(self) -> bool:
         """Tell whether a signal, or a note beside the attempt, has asked to save and end."""
         return self._flag.signal is not None or self._stop_noted
 
@@ -237,9 +237,9 @@ class AttemptRun:
         again. If a full disk prevents the outcome, the exit code shows it."""
         self.io.close()
         with self._last_word():
-            self._close_patiently(Outcome("none", "finish", message))
+            self._close_patiently(AttemptOutcome("none", "finish", message))
 
-    def fail(self, error: BaseException) -> Outcome:
+    def fail(self, error: BaseException) -> AttemptOutcome:
         """Record why the attempt ends; the traceback goes to the log. Never raises for a full disk:
         then a deleted file informs the orchestrator (:mod:`infra.attempt.attempt`)."""
         outcome = classify(error, self.paths.data)
@@ -255,7 +255,7 @@ class AttemptRun:
             log.error("attempt %d ends; whether it is done is unknown", self.number)
             return outcome
         comes_back = False
-        if self.stop_asked or outcome.failure == "interrupted":
+        if self.stop_requested_by or outcome.failure == "interrupted":
             outcome, comes_back = self._stopped(outcome)
         outcome = detailed(outcome, error, self.step)
         number, name = outcome.errno, errno.errorcode.get(outcome.errno or 0, "unknown")
@@ -268,7 +268,7 @@ class AttemptRun:
             self.heartbeat.stop()
             return outcome
         if outcome.failure == "disk_full":
-            self._tell_room("end", there=False)
+            self._report_space("end", there=False)
         with self._last_word():
             if outcome.failure == "disk_full" and not exists(self.stage_paths.result):
                 # Half an output is useless, and the outcome needs a little space.
@@ -309,12 +309,12 @@ class AttemptRun:
 
     # ------------------------------------------------------------ disk space
 
-    def _tell_room(self, part: Part, *, there: bool) -> None:
+    def _report_space(self, part: Part, *, there: bool) -> None:
         """Record whether a part of the worker has space: the file exists while no part lacks any.
         Never raises; a failed or overtaken update is repeated with the next heartbeat."""
         (self._lacking.discard if there else self._lacking.add)(part)
         try:
-            self.workspace.note_room(*self._ref, there=not self._lacking)
+            self.workspace.note_space(*self._ref, there=not self._lacking)
         except OSError as error:
             log.debug("the state of the disk space cannot be recorded: %s", error)
 
@@ -327,33 +327,36 @@ class AttemptRun:
         NoSpaceError
             There was none within a running job's limit (`disk.hold_s`).
         """
-        with self._keeper.reserve(self._ref, self._keeper.need_of(self.stage_id)):
-            self._tell_room("save", there=True)
+        with self._disk_manager.reserve(self._ref, self._disk_manager.need_of(self.stage_id)):
+            self._report_space("save", there=True)
             yield
 
-    def _wait_for_room(self) -> bool:
+    def _wait_for_space(self) -> bool:
         """Free space, or wait for it within a running job's limit; True if there is some."""
         disk = self.config.disk
         deadline = time.monotonic() + disk.hold_s
-        while time.monotonic() < deadline and not self.stop_asked:
-            need = self._keeper.need_of(self.stage_id)
-            if self._keeper.make_room(need, self._ref) is not None:
-                self._tell_room("write", there=True)
+        while time.monotonic() < deadline and not self.stop_requested_by:
+            need = self._disk_manager.need_of(self.stage_id)
+            if self._disk_manager.free_space(need, self._ref) is not None:
+                self._report_space("write", there=True)
                 return True
-            self._tell_room("write", there=False)
+            self._report_space("write", there=False)
             time.sleep(min(1.0, disk.watch_s / 4))
         return False
 
     @functools.cached_property
-    def _keeper(self) -> DiskKeeper:
+    def _disk_manager(self) -> DiskManager:
         """The disk keeper of the workspace, for this attempt."""
 
         def sleep(seconds: float) -> None:
-            self._tell_room("save", there=False)
+            self._report_space("save", there=False)
             time.sleep(seconds)
 
-        return DiskKeeper(
-            self.workspace, self.config.disk, sleep=sleep, stop_asked=lambda: self.stop_asked
+        return DiskManager(
+            self.workspace,
+            self.config.disk,
+            sleep=sleep,
+            stop_requested_by=lambda: self.stop_requested_by,
         )
 
     # ------------------------------------------------------------ parts
@@ -382,12 +385,12 @@ class AttemptRun:
         """Record whether the heartbeat had space, and read requests to stop, for cases where no
         signal arrives (another host, a wrapper that swallows it)."""
         refused = self.heartbeat.refused
-        self._tell_room("heartbeat", there=refused is None or not is_no_space(refused))
+        self._report_space("heartbeat", there=refused is None or not is_no_space(refused))
         self._stop_noted = self._stop_noted or exists(self.paths.stop)
 
-    def _stopped(self, outcome: Outcome) -> tuple[Outcome, bool]:
+    def _stopped(self, outcome: AttemptOutcome) -> tuple[AttemptOutcome, bool]:
         """The class of a requested stop, and whether the job continues by itself."""
-        asked = self.workspace.stop_asked(self.stage_id, self.number)
+        asked = self.workspace.stop_requested_by(self.stage_id, self.number)
         why = why_stopped(self.job, self._flag.signal, asked)
         if why.failure != "cancelled" and outcome.failure not in _FOLLOWS_FROM_STOPPING:
             return outcome, False  # only a person's request outranks the error
@@ -419,8 +422,8 @@ class AttemptRun:
                 )
             self.inputs[role], self.input_reports[role] = folder, result.report
 
-    def _close_done(self) -> Outcome:
-        outcome = Outcome("none", "finish")
+    def _close_done(self) -> AttemptOutcome:
+        outcome = AttemptOutcome("none", "finish")
         try:
             self._close(outcome)
         except OSError as error:
@@ -443,10 +446,10 @@ class AttemptRun:
         try:
             yield
         except OSError as error:
-            self._tell_room("end", there=False)
+            self._report_space("end", there=False)
             log.error("the outcome could not be written: %s", error)
 
-    def _close_patiently(self, outcome: Outcome) -> bool:
+    def _close_patiently(self, outcome: AttemptOutcome) -> bool:
         """Close the attempt; on a full or unresponsive disk, wait a little first: half-written
         files have just been removed, and a worker without an outcome looks killed. True if it took
         more than one try.
@@ -464,6 +467,6 @@ class AttemptRun:
             again = True
             time.sleep(0.5)
 
-    def _close(self, outcome: Outcome) -> None:
+    def _close(self, outcome: AttemptOutcome) -> None:
         self.heartbeat.stop()
         self.workspace.close_attempt(self.stage_id, self.number, outcome, self.seconds)

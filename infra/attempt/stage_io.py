@@ -46,7 +46,7 @@ from infra.host.files import again, make_folder
 from infra.host.secrets import mask_keys_of, masked
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
-from infra.store.checkpoints import CheckpointStore, Complete, step_name
+from infra.store.checkpoints import CheckpointStore, CompleteCheckpoint, step_name
 from infra.store.layout import StagePaths
 from infra.store.traces import encode_rollouts, list_rollouts, read_metrics
 from refiner_core.contract.config import RecipeConfig
@@ -110,7 +110,7 @@ class Heartbeat:
         self._moved_at_s = 0.0
         self._saving = False
         self._save_s: float | None = None
-        self._complaints = atomic.Complaints()
+        self._complaints = atomic.WarningLog()
         #: Error of the newest write; None if it succeeded.
         self.refused: Exception | None = None
         self._wake, self._ended = threading.Event(), threading.Event()
@@ -161,7 +161,7 @@ class Heartbeat:
             try:
                 self._on_beat()
             except Exception:  # without a heartbeat, a healthy stage is killed as hung
-                self._complaints.say("beat", _CALL, exc_info=True)
+                self._complaints.print_line("beat", _CALL, exc_info=True)
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self._began, 3)
@@ -182,7 +182,7 @@ class Heartbeat:
             self.refused = None
         except (OSError, ValueError, TypeError) as error:
             self.refused = error
-            self._complaints.say("write", "the heartbeat cannot be written: %s", error)
+            self._complaints.print_line("write", "the heartbeat cannot be written: %s", error)
 
 
 #: Metrics of a step that the log shows, if present.
@@ -201,11 +201,11 @@ class AttemptIO:
         Paths of the stage, and the number of this attempt.
     checkpoints
         The stage's store; its ``before_commit`` must be :meth:`flush` of this object.
-    on_progress, stop_asked
+    on_progress, stop_requested_by
         Receives progress; tells whether a stop was requested.
     also_log
         Receives each step's metrics, too, such as a tracker. It never raises.
-    wait_for_room
+    wait_for_space
         Waits a while on a full disk; True if there is space.
     """
 
@@ -216,9 +216,9 @@ class AttemptIO:
         checkpoints: CheckpointStore,
         *,
         on_progress: Callable[[Progress], None] = lambda _: None,
-        stop_asked: Callable[[], bool] = lambda: False,
+        stop_requested_by: Callable[[], bool] = lambda: False,
         also_log: Callable[[int, Mapping[str, float]], None] = lambda _step, _metrics: None,
-        wait_for_room: Callable[[], bool] = lambda: False,
+        wait_for_space: Callable[[], bool] = lambda: False,
     ) -> None:
         self.stage, self.paths = stage, stage.attempt(attempt)
         self.checkpoints = checkpoints
@@ -228,8 +228,8 @@ class AttemptIO:
         #: Reports the stage's progress.
         self.progress = on_progress
         #: Tells whether to save at the next step boundary and raise ``Interrupted``.
-        self.should_stop = stop_asked
-        self._wait_for_room = wait_for_room
+        self.should_stop = stop_requested_by
+        self._wait_for_space = wait_for_space
         self._metrics: FileIO | None = None
         self._last_step: int | None = None
         self._asked_for_checkpoint = False
@@ -248,7 +248,7 @@ class AttemptIO:
         self._last_step = step
         numbers = {name: float(value) for name, value in metrics.items()}
         line = json.dumps(atomic.finite({"step": step, "metrics": numbers}))
-        self._held(lambda: self._append(line.encode() + b"\n"))
+        self._retained(lambda: self._append(line.encode() + b"\n"))
         # Selected metrics for people; all are in ``metrics.jsonl``.
         shown = {name: metrics[name] for name in _IN_LOG if name in metrics} or metrics
         text = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
@@ -265,7 +265,7 @@ class AttemptIO:
                 make_folder(path.parent)
                 atomic.write_bytes(path, data, sync=False)
 
-        self._held(write)
+        self._retained(write)
         with self._lock:
             self._unsynced.append(path)
 
@@ -284,7 +284,7 @@ class AttemptIO:
                 os.ftruncate(self._metrics.fileno(), size)
                 raise
 
-    def _held(self, write: Callable[[], None]) -> None:
+    def _retained(self, write: Callable[[], None]) -> None:
         """Write; on a full disk wait for space and retry, rather than lose the steps in memory."""
         while True:
             try:
@@ -298,7 +298,7 @@ class AttemptIO:
         number = "" if error.errno is None else f" [errno {error.errno}]"
         log.warning("%s%s; waiting for space", error.what, number)
         began = time.monotonic()
-        found = self._wait_for_room()
+        found = self._wait_for_space()
         if found:  # repeated: the log may be on the disk that was full
             waited_s = time.monotonic() - began
             log.warning("%s%s; continuing after %.1f s without space", error.what, number, waited_s)
@@ -352,14 +352,14 @@ class AttemptIO:
         self._unsynced.clear()
         self._asked_for_checkpoint = False
 
-    def go_on_from(self, found: Complete) -> None:
+    def go_on_from(self, found: CompleteCheckpoint) -> None:
         """Resume from a checkpoint that is not in the store (another trainer's): records it and
         copies what ``found.attempt`` has logged up to its step. Call it before anything is
         logged."""
         self._take_over(found)
         self._asked_for_checkpoint = True
 
-    def _take_over(self, found: Complete) -> None:
+    def _take_over(self, found: CompleteCheckpoint) -> None:
         before = self.stage.attempt(found.attempt)
         with no_space_guard(self.paths.data, "resuming", waits=True):
             make_folder(self.paths.data)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra.disk.usage import size_of
-from infra.foreign.checkpoints import recorded_checkpoints, safetensors_header
+from infra.external.checkpoints import recorded_checkpoints, safetensors_header
 from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
@@ -245,7 +245,7 @@ class Forecast:
 SizeOf = Callable[[RecipeConfig], ModelSize]
 
 
-class Knowledge:
+class ForecastInputs:
     """The basis of forecasts, looked up once: measured history, and sizes of models.
 
     ``size_of_model`` returns the number of parameters of a recipe's model.
@@ -273,7 +273,7 @@ class Knowledge:
         return self._result(stage_id) is not None
 
 
-def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
+def forecast_disk(plans: Sequence[Plan], known: ForecastInputs) -> Forecast:
     """Forecast the stages of ``plans`` that are not done."""
     needs: dict[str, StageNeed] = {}
     for plan in plans:
@@ -286,7 +286,7 @@ def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
     return Forecast(tuple(needs.values()), max(1, parallel), config.disk.reclaim)
 
 
-def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
+def _need(stage: PlannedStage, plan: Plan, known: ForecastInputs) -> StageNeed:
     config, history = plan.config_of(stage), known.history(stage)
     if stage.kind in STAGES:
         return _training_need(stage, plan, known.size(plan.config), history)
@@ -338,7 +338,7 @@ def _command_need(stage: PlannedStage, config: RecipeConfig, history: _History) 
     return StageNeed(stage, saved, saved, rest, basis, known, saved if known else 0)
 
 
-def _weights_of(made: PlannedStage, plan: Plan, known: Knowledge) -> tuple[int | None, str]:
+def _weights_of(made: PlannedStage, plan: Plan, known: ForecastInputs) -> tuple[int | None, str]:
     """Bytes of the weights that a training stage makes, and the source of that figure."""
     if measured := known.history(made).output_bytes:
         return measured, "measured"

@@ -1,10 +1,10 @@
 """Inventory: the basis of reclaiming, the files in a workspace and what protects them.
 
-In: a workspace. Out: a :class:`Stock`. Everything is read from records and the disk. Unreadable
+In: a workspace. Out: a :class:`Inventory`. Everything is read from records and the disk. Unreadable
 data are protected: a stage with damaged records has no facts, and is not touched.
 
 Published copies of a stage's weights: a record has the files at the time of publication, verified
-by hash; :class:`FreshLook` checks them again right before anything is deleted: it reads a folder
+by hash; :class:`CopyCheck` checks them again right before anything is deleted: it reads a folder
 again, or queries a Hub for the files of the commit. A copy that cannot be checked does not count.
 
 Holds on checkpoints, with the reason if one is idle. A process that executes a plan releases its
@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from infra.disk.usage import Item, size_of, take_stock
-from infra.foreign.checkpoints import older, recorded_checkpoints, unfinished
+from infra.disk.usage import DiskItem, size_of, take_inventory
+from infra.external.checkpoints import older, recorded_checkpoints, unfinished
 from infra.host.files import existing, names_in, project_id
 from infra.store import atomic
 from infra.store.checkpoints import DAMAGED, HOLD_NAME, MARKER, pins, read_checkpoint
@@ -44,7 +44,7 @@ _BELIEVED_S = 60.0
 _LOOK_S = 10.0
 
 
-class Copy(NamedTuple):
+class PublishedCopy(NamedTuple):
     """One publication of a stage's weights.
 
     ``target`` is the folder, or the address of the revision; ``names`` maps the SHA-256 of its
@@ -98,10 +98,10 @@ class Copy(NamedTuple):
 
 def copies_of(
     workspace: Workspace, records: Mapping[str, StageRecord]
-) -> dict[str, tuple[Copy, ...]]:
+) -> dict[str, tuple[PublishedCopy, ...]]:
     """Stage id -> publications of its weights that, as far as known on this machine, still
     exist."""
-    found: dict[str, tuple[Copy, ...]] = {}
+    found: dict[str, tuple[PublishedCopy, ...]] = {}
     for stage_id, record in records.items():
         result = record.result
         if record.spec.kind != "publish" or result is None or "target" not in result.report:
@@ -121,7 +121,7 @@ def copies_of(
     return found
 
 
-def _copy(stage_id: str, report: Mapping[str, Any]) -> Copy | None:
+def _copy(stage_id: str, report: Mapping[str, Any]) -> PublishedCopy | None:
     """The copy in a report; None if it is not verified, or known to be gone."""
     names = {f["sha256"]: f["path"] for f in report.get("files", ())}
     target, where = str(report["target"]), report.get("where", "folder")
@@ -129,13 +129,15 @@ def _copy(stage_id: str, report: Mapping[str, Any]) -> Copy | None:
         if not (report.get("verified") is True and report.get("commit")):
             return None
         repo_id, revision = str(report["repo_id"]), str(report["revision"])
-        return Copy("hub", target, names, repo_id, revision, str(report["commit"]), stage_id)
+        return PublishedCopy(
+            "hub", target, names, repo_id, revision, str(report["commit"]), stage_id
+        )
     if target_damage(report) or not Path(target).is_absolute():
         return None
-    return Copy("folder", target, names, str(report.get("repo_id", "")), by=stage_id)
+    return PublishedCopy("folder", target, names, str(report.get("repo_id", "")), by=stage_id)
 
 
-class FreshLook:
+class CopyCheck:
     """Checks copies now.
 
     Parameters
@@ -149,7 +151,7 @@ class FreshLook:
         self._clock = clock
         self._doubts: dict[tuple[str, str | None], tuple[float, str]] = {}
 
-    def doubt(self, copy: Copy, files: Sequence[OutputFile]) -> str:
+    def doubt(self, copy: PublishedCopy, files: Sequence[OutputFile]) -> str:
         """Reason why the copy is not reliable for these files now; empty if it is."""
         if copy.where == "folder":
             return _doubt_of_folder(copy, files)
@@ -162,7 +164,7 @@ class FreshLook:
         return doubt
 
 
-def _doubt_of_folder(copy: Copy, files: Sequence[OutputFile]) -> str:
+def _doubt_of_folder(copy: PublishedCopy, files: Sequence[OutputFile]) -> str:
     for file in files:
         path = Path(copy.target) / copy.names[file.sha256]
         with path.open("rb") as opened:
@@ -171,7 +173,7 @@ def _doubt_of_folder(copy: Copy, files: Sequence[OutputFile]) -> str:
     return ""
 
 
-def _doubt_of_hub(copy: Copy, files: Sequence[OutputFile]) -> str:
+def _doubt_of_hub(copy: PublishedCopy, files: Sequence[OutputFile]) -> str:
     """Runs in the middle of a trainer's save: answers come within seconds, and nothing is retried.
     The token goes only to the configured Hub of this process, and to no other address."""
     from huggingface_hub import constants
@@ -195,7 +197,7 @@ def _doubt_of_hub(copy: Copy, files: Sequence[OutputFile]) -> str:
     return ""
 
 
-class Hold(NamedTuple):
+class RetainedCheckpoint(NamedTuple):
     """Stage ``waiting`` waits for the checkpoint of ``step`` of stage ``stage_id``; ``idle`` is the
     reason why the hold is no longer needed, empty if it is."""
 
@@ -211,19 +213,23 @@ class Hold(NamedTuple):
 Caller = tuple[str, bool, bool]
 
 
-def read_holds(workspace: Workspace) -> list[Hold]:
+def read_holds(workspace: Workspace) -> list[RetainedCheckpoint]:
     """All holds of a workspace, by stage and step."""
     found = []
     for stage_id in workspace.stage_ids():
         folder = workspace.layout.stage(stage_id).holds
         for match in map(HOLD_NAME.fullmatch, names_in(folder)):
             if match:
-                found.append(Hold(folder / match[0], stage_id, int(match[1]), match[2]))
+                found.append(
+                    RetainedCheckpoint(folder / match[0], stage_id, int(match[1]), match[2])
+                )
     callers = _callers(workspace) if found else {}
     return [hold._replace(idle=_why_idle(workspace, hold, callers)) for hold in found]
 
 
-def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
+def drop_idle(
+    workspace: Workspace, holds: Iterable[RetainedCheckpoint]
+) -> list[RetainedCheckpoint]:
     """Release holds that are still idle at a second check; returns them."""
     idle = {hold.path for hold in read_holds(workspace) if hold.idle}
     gone = [hold for hold in holds if hold.path in idle]
@@ -232,7 +238,9 @@ def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
     return gone
 
 
-def _why_idle(workspace: Workspace, hold: Hold, known: dict[str, list[Caller]] | None) -> str:
+def _why_idle(
+    workspace: Workspace, hold: RetainedCheckpoint, known: dict[str, list[Caller]] | None
+) -> str:
     """Reason why a hold may go; empty if it may not. ``known`` are the calls of each stage, None
     if a record is unreadable."""
     try:
@@ -276,7 +284,7 @@ class Weights(NamedTuple):
     folder: Path
     files: tuple[OutputFile, ...]  # relative to the folder
     gain: int
-    copy: Copy | None = None
+    copy: PublishedCopy | None = None
 
 
 @dataclass(frozen=True)
@@ -315,11 +323,11 @@ class StageFacts:
     held: frozenset[int] = frozenset()
     needed_by: str = ""
     weights: Weights | None = None
-    spare: tuple[Item, ...] = ()
+    spare: tuple[DiskItem, ...] = ()
 
 
 @dataclass(frozen=True)
-class Stock:
+class Inventory:
     """The files of a workspace, and their protection.
 
     ``complete`` are resumable checkpoints, ``damaged`` those that differ from what was saved,
@@ -327,16 +335,16 @@ class Stock:
     weights by the stage that made them, ``holds`` the holds on checkpoints.
     """
 
-    items: tuple[Item, ...]
+    items: tuple[DiskItem, ...]
     stages: Mapping[str, StageFacts]
     complete: frozenset[Path] = frozenset()
     idle_code: frozenset[str] = frozenset()
-    copies: Mapping[str, tuple[Copy, ...]] = field(default_factory=dict)
-    holds: tuple[Hold, ...] = ()
+    copies: Mapping[str, tuple[PublishedCopy, ...]] = field(default_factory=dict)
+    holds: tuple[RetainedCheckpoint, ...] = ()
     damaged: frozenset[Path] = frozenset()
 
 
-def read_stock(workspace: Workspace, *, as_if_dropped: bool = False) -> Stock:
+def read_inventory(workspace: Workspace, *, as_if_dropped: bool = False) -> Inventory:
     """The present stock of a workspace. ``as_if_dropped``: as if idle holds had been released."""
     # Records first: a file that becomes dead or superseded afterwards is kept a little longer.
     records = _records(workspace)
@@ -368,7 +376,7 @@ def read_stock(workspace: Workspace, *, as_if_dropped: bool = False) -> Stock:
             weights=_weights(workspace, stage_id, record, copies.get(stage_id, ())),
             spare=spare_of(workspace, stage_id, record),
         )
-    items = take_stock(workspace.layout)
+    items = take_inventory(workspace.layout)
     for number, item in enumerate(items):
         is_checkpoint = item.kind == "checkpoints" and item.step is not None
         if is_checkpoint and not (item.path / MARKER).exists():
@@ -378,7 +386,7 @@ def read_stock(workspace: Workspace, *, as_if_dropped: bool = False) -> Stock:
     complete = frozenset(path for path in saved if read_checkpoint(path) is not None)
     damaged = frozenset(path for path in saved if (path / DAMAGED).exists())
     idle = _idle_code(runs, records)
-    return Stock(tuple(items), stages, complete, idle, copies, holds, damaged)
+    return Inventory(tuple(items), stages, complete, idle, copies, holds, damaged)
 
 
 def protection_of(workspace: Workspace, stage_id: str) -> str:
@@ -394,7 +402,7 @@ def protection_of(workspace: Workspace, stage_id: str) -> str:
     return f"{needed[stage_id]} needs it" if stage_id in needed else ""
 
 
-def spare_of(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[Item, ...]:
+def spare_of(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[DiskItem, ...]:
     """Checkpoints of an unfinished `command` stage that may go: interrupted saves (``temporary``),
     and all but its ``command.keep`` newest complete ones. While it may be running, its newest is
     treated as still being written."""
@@ -405,8 +413,8 @@ def spare_of(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[
     remains = [] if works else unfinished(found)
     saved = found[:-1] if works else [c for c in found if c not in remains]
     return (
-        *(Item(c.path, "temporary", size_of(c.path), stage_id) for c in remains),
-        *(Item(c.path, "checkpoints", size_of(c.path), stage_id) for c in older(saved, keep)),
+        *(DiskItem(c.path, "temporary", size_of(c.path), stage_id) for c in remains),
+        *(DiskItem(c.path, "checkpoints", size_of(c.path), stage_id) for c in older(saved, keep)),
     )
 
 
@@ -525,7 +533,7 @@ def _idle_code(runs: list[RunRecord | None], records: Mapping[str, StageRecord])
 
 
 def _weights(
-    workspace: Workspace, stage_id: str, record: StageRecord, copies: Iterable[Copy]
+    workspace: Workspace, stage_id: str, record: StageRecord, copies: Iterable[PublishedCopy]
 ) -> Weights | None:
     if record.result is None:
         return None

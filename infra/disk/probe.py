@@ -1,6 +1,6 @@
 """Free space from quota tools, the kernel, and a configured limit.
 
-In: a folder and the configuration. Out: one :class:`Room`, the tightest of all that apply. The
+In: a folder and the configuration. Out: one :class:`FreeSpace`, the tightest of all that apply. The
 tools depend on the file system's type (``disk.probe=auto``); the file system's own free figures are
 always read last, and ignore quotas. A tool that fails, or prints implausible figures, is logged
 once and skipped; probing never raises.
@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from infra.disk.usage import Size
+from infra.disk.usage import DiskSize
 from infra.host.files import Mount, btrfs_subvolume, existing, mount_of, project_id
 from infra.host.processes import environment, run_program
-from infra.store.atomic import Complaints
+from infra.store.atomic import WarningLog
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
 
@@ -41,7 +41,7 @@ _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
 _SIZE = re.compile(r"([\d.,]*\d)\s*([kmgtpe]?)(i?b?)", re.IGNORECASE)
 
 
-class Limit(NamedTuple):
+class QuotaLimit(NamedTuple):
     """One resource of one quota; 0 is no limit. Once the grace time above the soft limit is
     ``over``, the soft limit counts as the hard one."""
 
@@ -68,8 +68,8 @@ class Quota(NamedTuple):
 
     whose: str
     where: str
-    bytes: Limit
-    inodes: Limit | None = None
+    bytes: QuotaLimit
+    inodes: QuotaLimit | None = None
 
 
 def parse_size(text: str) -> int:
@@ -136,8 +136,8 @@ def _unwrapped(text: str) -> Iterator[str]:
         waiting = ""
 
 
-def _limit(used: str, soft: str, hard: str, grace: str, *, unit: int) -> Limit:
-    return Limit(int(used) * unit, int(soft) * unit, int(hard) * unit, grace in _GRACE_OVER)
+def _limit(used: str, soft: str, hard: str, grace: str, *, unit: int) -> QuotaLimit:
+    return QuotaLimit(int(used) * unit, int(soft) * unit, int(hard) * unit, grace in _GRACE_OVER)
 
 
 # ---------------------------------------------------------------- xfs_quota
@@ -185,7 +185,7 @@ def parse_btrfs_qgroups(text: str) -> list[Quota]:
             row = dict(zip(columns, words, strict=False))
             for used, limit in (("rfer", "max_rfer"), ("excl", "max_excl")):
                 hard = row.get(limit, "none")
-                space = Limit(int(row[used]), hard=0 if hard == "none" else int(hard))
+                space = QuotaLimit(int(row[used]), hard=0 if hard == "none" else int(hard))
                 found.append(Quota(f"qgroup {words[0]}", cells[-1], space))
     return found
 
@@ -210,7 +210,7 @@ def parse_mmlsquota(text: str) -> list[Quota]:
     return found
 
 
-def _gpfs_limit(row: dict[str, str], kind: str, unit: int) -> Limit:
+def _gpfs_limit(row: dict[str, str], kind: str, unit: int) -> QuotaLimit:
     # "In doubt" amounts may have been used by other nodes already. `none`: no grace runs here.
     used = int(row[f"{kind}Usage"]) + int(row.get(f"{kind}InDoubt") or 0)
     grace = row.get(f"{kind}Grace", "none").replace("none", "")
@@ -235,15 +235,15 @@ def parse_with_pattern(text: str, pattern: str) -> list[Quota]:
     got = {name: value for name, value in match.groupdict().items() if value is not None}
     if "free" in got:
         used = parse_size(got.get("used", "0"))
-        space = Limit(used, hard=max(1, used + parse_size(got["free"])))
+        space = QuotaLimit(used, hard=max(1, used + parse_size(got["free"])))
     elif "used" in got and "limit" in got:
-        space = Limit(parse_size(got["used"]), hard=max(1, parse_size(got["limit"])))
+        space = QuotaLimit(parse_size(got["used"]), hard=max(1, parse_size(got["limit"])))
     else:
         raise ValueError("the pattern needs groups named `used` and `limit`, or `free`")
     inodes = None
     if "inodes_used" in got and "inodes_limit" in got:
         used, limit = parse_size(got["inodes_used"]), parse_size(got["inodes_limit"])
-        inodes = Limit(used, hard=max(1, limit))
+        inodes = QuotaLimit(used, hard=max(1, limit))
     return [Quota("", "", space, inodes)]
 
 
@@ -254,12 +254,12 @@ UNLIMITED = 2**62
 HONEST = ("tmpfs", "ramfs")
 
 
-class ToolFailed(Exception):
+class ProbeError(Exception):
     """A tool is missing, failed, or printed implausible figures."""
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeSpace:
     """Free space for writing into a folder.
 
     Attributes
@@ -289,7 +289,7 @@ class Room:
         return self.used_bytes / self.limit_bytes if self.used_bytes and self.limit_bytes else 0.0
 
 
-def quota_room(name: str, quota: Quota) -> Room | None:
+def quota_space(name: str, quota: Quota) -> FreeSpace | None:
     """A quota as free space; None if it limits nothing.
 
     Raises
@@ -300,11 +300,11 @@ def quota_room(name: str, quota: Quota) -> Room | None:
     space, inodes = quota.bytes, quota.inodes
     for limit in (space, inodes):
         if limit is not None and (limit.used < 0 or limit.soft < 0 or limit.hard < 0):
-            raise ToolFailed(f"negative numbers ({quota})")
+            raise ProbeError(f"negative numbers ({quota})")
     free_inodes = None if inodes is None else inodes.free
     if space.free is None and free_inodes is None:
         return None
-    return Room(
+    return FreeSpace(
         free_bytes=UNLIMITED if space.free is None else space.free,
         used_bytes=None if space.free is None else space.used,
         limit_bytes=space.effective,
@@ -314,7 +314,7 @@ def quota_room(name: str, quota: Quota) -> Room | None:
     )
 
 
-def statvfs_room(folder: Path, mount: Mount) -> Room | None:
+def statvfs_space(folder: Path, mount: Mount) -> FreeSpace | None:
     """The file system's own free figures; None if it gives none."""
     try:
         status = os.statvfs(folder)
@@ -322,7 +322,7 @@ def statvfs_room(folder: Path, mount: Mount) -> Room | None:
         log.debug("no free figures of %s: %s", folder, error)
         return None
     total, unused = status.f_blocks * status.f_frsize, status.f_bfree * status.f_frsize
-    return Room(
+    return FreeSpace(
         free_bytes=status.f_bavail * status.f_frsize,
         used_bytes=total - unused,
         limit_bytes=total - unused + status.f_bavail * status.f_frsize,
@@ -332,16 +332,16 @@ def statvfs_room(folder: Path, mount: Mount) -> Room | None:
     )
 
 
-def tightest(rooms: Sequence[Room]) -> Room:
+def tightest(space_waits: Sequence[FreeSpace]) -> FreeSpace:
     """The space with the fewest free bytes, combined with the fewest free inodes of all."""
-    if not rooms:
-        return Room(free_bytes=UNLIMITED, source="nothing")
-    space = min(rooms, key=lambda r: r.free_bytes)
-    counted = [r.free_inodes for r in rooms if r.free_inodes is not None]
+    if not space_waits:
+        return FreeSpace(free_bytes=UNLIMITED, source="nothing")
+    space = min(space_waits, key=lambda r: r.free_bytes)
+    counted = [r.free_inodes for r in space_waits if r.free_inodes is not None]
     return replace(
         space,
         free_inodes=min(counted, default=None),
-        knows_quota=any(r.knows_quota for r in rooms),
+        knows_quota=any(r.knows_quota for r in space_waits),
     )
 
 
@@ -364,9 +364,9 @@ def run_tool(command: Sequence[str]) -> str:
     try:
         done = run_program(command, _TOOL_TIMEOUT_S, {**environment(), "LC_ALL": "C"})
     except FileNotFoundError as error:
-        raise ToolFailed(f"{command[0]} is not installed") from error
+        raise ProbeError(f"{command[0]} is not installed") from error
     except (OSError, subprocess.SubprocessError) as error:
-        raise ToolFailed(f"{shlex.join(command)}: {error}") from error
+        raise ProbeError(f"{shlex.join(command)}: {error}") from error
     return done.stdout + done.stderr
 
 
@@ -395,13 +395,13 @@ class Prober:
         folder: Path,
         config: DiskConfig,
         *,
-        measure: Callable[[], Size] | None = None,
+        measure: Callable[[], DiskSize] | None = None,
         run: Runner = run_tool,
         mount: Mount | None = None,
     ) -> None:
         self.folder, self.config = folder, config
         self.measure, self.run, self._mount = measure, run, mount
-        self._complaints = Complaints()
+        self._complaints = WarningLog()
         if not config.probe.startswith("command:") and config.probe not in _NAMES:
             raise ConfigurationError(
                 f"`disk.probe` is {config.probe!r}",
@@ -409,18 +409,18 @@ class Prober:
                 fix="name one of these",
             )
 
-    def look(self) -> Room:
+    def look(self) -> FreeSpace:
         """The present free space: the tightest of all that apply."""
         mount = self._mount or mount_of(self.folder)
-        base = statvfs_room(existing(self.folder), mount)
-        rooms = [base] if base is not None else []
+        base = statvfs_space(existing(self.folder), mount)
+        space_waits = [base] if base is not None else []
         for name, probe in (*self._probes(mount), ("disk.limit_gb", _ask_own_limit)):
             try:
                 quotas = probe(self, mount)
-                rooms += [r for q in quotas if (r := quota_room(name, q)) is not None]
-            except (ToolFailed, OSError, ValueError, KeyError, IndexError) as error:
+                space_waits += [r for q in quotas if (r := quota_space(name, q)) is not None]
+            except (ProbeError, OSError, ValueError, KeyError, IndexError) as error:
                 self._complain(name, error)
-        return tightest(rooms)
+        return tightest(space_waits)
 
     def _probes(self, mount: Mount) -> list[tuple[str, Probe]]:
         if self.config.probe.startswith("command:"):
@@ -432,11 +432,11 @@ class Prober:
 
     def _complain(self, name: str, error: Exception) -> None:
         text = "free space cannot be read from %s: %s; the next source is used"
-        missing = isinstance(error, ToolFailed) and "not installed" in str(error)
+        missing = isinstance(error, ProbeError) and "not installed" in str(error)
         if missing and self.config.probe == "auto":
             log.debug(text, name, error)
         else:
-            self._complaints.say(name, text, name, error)
+            self._complaints.print_line(name, text, name, error)
 
     def rows(self, parse: Callable[[str], list[Quota]], *command: str) -> list[Quota]:
         """The quotas in one call of a tool. A call that fails is logged and has none: the results
@@ -445,8 +445,8 @@ class Prober:
             text = self.run(command)
             found = parse(text)
             if not found and text.strip() and "none" not in text:
-                raise ToolFailed(f"it printed {text.strip().splitlines()[0]!r}")
-        except (ToolFailed, ValueError, KeyError, IndexError) as error:
+                raise ProbeError(f"it printed {text.strip().splitlines()[0]!r}")
+        except (ProbeError, ValueError, KeyError, IndexError) as error:
             self._complain(shlex.join(command[:3]), error)
             return []
         return found
@@ -462,8 +462,8 @@ def _ask_own_limit(prober: Prober, mount: Mount) -> list[Quota]:
     if (config.limit_gb is None and config.inode_limit is None) or prober.measure is None:
         return []
     used = prober.measure()
-    space = Limit(used.bytes, hard=int((config.limit_gb or 0) * _GIB))
-    return [Quota("", "", space, Limit(used.inodes, hard=config.inode_limit or 0))]
+    space = QuotaLimit(used.bytes, hard=int((config.limit_gb or 0) * _GIB))
+    return [Quota("", "", space, QuotaLimit(used.inodes, hard=config.inode_limit or 0))]
 
 
 def _owners(folder: Path) -> list[tuple[str, int]]:
@@ -528,7 +528,7 @@ def _btrfs_kernel(groups: Path, subvolume: int) -> list[Quota]:
     # Data not yet on the disk are reserved, and count against the limit.
     reserved = sum(v for name, v in value.items() if name.startswith("rsv_"))
     limits = [
-        Limit(value[u] + reserved, hard=value[f"max_{u}"]) for u in ("referenced", "exclusive")
+        QuotaLimit(value[u] + reserved, hard=value[f"max_{u}"]) for u in ("referenced", "exclusive")
     ]
     return [Quota(f"qgroup 0/{subvolume}", "", limit) for limit in limits]
 
@@ -544,7 +544,7 @@ def _ask_command(prober: Prober, mount: Mount) -> list[Quota]:
     command = [word.replace("{folder}", str(prober.folder)) for word in command]
     text = prober.run(command)
     if prober.config.pattern is None:
-        raise ToolFailed("`disk.pattern` is needed to read the command's output")
+        raise ProbeError("`disk.pattern` is needed to read the command's output")
     return parse_with_pattern(text, prober.config.pattern)
 
 

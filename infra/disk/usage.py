@@ -1,8 +1,8 @@
 """Disk use of a workspace: by run, by stage and by kind, in bytes allocated and inodes.
 
-In: a workspace. Out: one :class:`Item` per thing that can be shown or deleted alone (a checkpoint,
-an attempt's output, a code snapshot …). Files with several links count once. Links to elsewhere are
-never followed, and files that vanish in the meantime are left out.
+In: a workspace. Out: one :class:`DiskItem` per thing that can be shown or deleted alone (a
+checkpoint, an attempt's output, a code snapshot …). Files with several links count once. Links to
+elsewhere are never followed, and files that vanish in the meantime are left out.
 
 Caches on the same quota (``disk.watch_caches``) are found by environment variables or paths. They
 are shown and never deleted: that is for their own tools.
@@ -46,7 +46,7 @@ _STEP = re.compile(r"step-(\d+)")
 _OF_ATTEMPT = re.compile(re.escape(atomic.TEMPORARY) + r"step-\d+-a(\d+)")
 
 
-class Size(NamedTuple):
+class DiskSize(NamedTuple):
     """Disk use of an item, and what deleting it alone would free (``gain``, bytes): a file with
     links elsewhere frees nothing."""
 
@@ -54,17 +54,17 @@ class Size(NamedTuple):
     inodes: int = 0
     gain: int = 0
 
-    def plus(self, other: Size) -> Size:
+    def plus(self, other: DiskSize) -> DiskSize:
         """The sum of both."""
-        return Size(*(a + b for a, b in zip(self, other, strict=True)))
+        return DiskSize(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-class Item(NamedTuple):
+class DiskItem(NamedTuple):
     """One thing on the disk."""
 
     path: Path
     kind: Kind
-    size: Size
+    size: DiskSize
     stage_id: str = ""
     attempt: int = 0
     step: int | None = None
@@ -74,13 +74,13 @@ class Item(NamedTuple):
 Seen = set[tuple[int, int]]
 
 
-def size_of(path: Path, seen: Seen | None = None) -> Size:
+def size_of(path: Path, seen: Seen | None = None) -> DiskSize:
     """Disk use of a file or folder, itself included; nothing if it is not there."""
     seen = set() if seen is None else seen
     try:
         status = again(path.lstat)
     except OSError:
-        return Size()
+        return DiskSize()
     total = _size(status, seen)
     stack = [str(path)] if stat.S_ISDIR(status.st_mode) else []
     while stack:
@@ -93,18 +93,18 @@ def size_of(path: Path, seen: Seen | None = None) -> Size:
     return total
 
 
-def _size(status: os.stat_result, seen: Seen) -> Size:
+def _size(status: os.stat_result, seen: Seen) -> DiskSize:
     used = status.st_blocks * _BLOCK
     if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
         key = (status.st_dev, status.st_ino)
         if key in seen:
-            return Size()
+            return DiskSize()
         seen.add(key)
-        return Size(used, 1, 0)
-    return Size(used, 1, used)
+        return DiskSize(used, 1, 0)
+    return DiskSize(used, 1, used)
 
 
-def measure(layout: Layout) -> Size:
+def measure(layout: Layout) -> DiskSize:
     """Total use of a workspace."""
     seen: Seen = set()
     total = size_of(layout.control, seen)
@@ -113,36 +113,36 @@ def measure(layout: Layout) -> Size:
     return total
 
 
-def take_stock(layout: Layout) -> list[Item]:
+def take_inventory(layout: Layout) -> list[DiskItem]:
     """All items of a workspace; none if it is missing."""
     seen: Seen = set()
-    found: list[Item] = []
+    found: list[DiskItem] = []
     for stage_id in sorted({p.name for p in _folders(layout.stages, layout.data / "stages")}):
         found += _of_stage(layout.stage(stage_id), stage_id, seen)
-    found += [Item(p, "code", size_of(p, seen)) for p in _folders(layout.code)]
-    found += [Item(p, "published", size_of(p, seen)) for p in _entries(layout.published)]
-    found += [Item(p, "judgements", size_of(p, seen)) for p in _by_age(layout.judgements)]
+    found += [DiskItem(p, "code", size_of(p, seen)) for p in _folders(layout.code)]
+    found += [DiskItem(p, "published", size_of(p, seen)) for p in _entries(layout.published)]
+    found += [DiskItem(p, "judgements", size_of(p, seen)) for p in _by_age(layout.judgements)]
     skip = {layout.stages, layout.code, layout.published, layout.judgements}
     skip.add(layout.data / "stages")
     for path in _entries(layout.control, layout.data):
         if path not in skip:
             kind: Kind = "temporary" if _is_temporary(path) else "records"
-            found.append(Item(path, kind, size_of(path, seen)))
+            found.append(DiskItem(path, kind, size_of(path, seen)))
     return found
 
 
-def stock_of(layout: Layout, stage_ids: Iterable[str]) -> list[Item]:
+def inventory_of(layout: Layout, stage_ids: Iterable[str]) -> list[DiskItem]:
     """Items in the folders of some stages."""
     seen: Seen = set()
     return [i for name in stage_ids for i in _of_stage(layout.stage(name), name, seen)]
 
 
-def _of_stage(stage: StagePaths, stage_id: str, seen: Seen) -> Iterator[Item]:
+def _of_stage(stage: StagePaths, stage_id: str, seen: Seen) -> Iterator[DiskItem]:
     for path in _entries(stage.checkpoints):
         match, step = _OF_ATTEMPT.fullmatch(path.name), _STEP.fullmatch(path.name)
         kind: Kind = "temporary" if _is_temporary(path) else "checkpoints"
         attempt, number = int(match[1]) if match else 0, int(step[1]) if step else None
-        yield Item(path, kind, size_of(path, seen), stage_id, attempt, number)
+        yield DiskItem(path, kind, size_of(path, seen), stage_id, attempt, number)
     there = StagePaths(stage.data, stage.data).attempt_numbers()
     for attempt in sorted({*stage.attempt_numbers(), *there}):
         yield from _of_attempt(stage.attempt(attempt), stage_id, attempt, seen)
@@ -150,10 +150,10 @@ def _of_stage(stage: StagePaths, stage_id: str, seen: Seen) -> Iterator[Item]:
         if path.name not in ("checkpoints", "attempts"):
             kind = "checkpoints" if path.name == WORK else "records"
             kind = "temporary" if _is_temporary(path) else kind
-            yield Item(path, kind, size_of(path, seen), stage_id)
+            yield DiskItem(path, kind, size_of(path, seen), stage_id)
 
 
-def _of_attempt(paths: AttemptPaths, stage_id: str, number: int, seen: Seen) -> Iterator[Item]:
+def _of_attempt(paths: AttemptPaths, stage_id: str, number: int, seen: Seen) -> Iterator[DiskItem]:
     known: dict[Path, Kind] = {
         paths.output: "outputs",
         paths.rollouts: "rollouts",
@@ -161,7 +161,7 @@ def _of_attempt(paths: AttemptPaths, stage_id: str, number: int, seen: Seen) -> 
     }
     for path in _entries(paths.control, paths.data):
         kind: Kind = "temporary" if _is_temporary(path) else known.get(path, "logs")
-        yield Item(path, kind, size_of(path, seen), stage_id, number)
+        yield DiskItem(path, kind, size_of(path, seen), stage_id, number)
 
 
 def _is_temporary(path: Path) -> bool:
@@ -188,28 +188,28 @@ def _folders(*folders: Path) -> list[Path]:
     return [p for p in _entries(*folders) if p.is_dir() and not _is_temporary(p)]
 
 
-class Row(NamedTuple):
+class UsageRow(NamedTuple):
     """Disk use of one run (or of stages without one), of one kind."""
 
     run: str
     kind: Kind
-    size: Size
+    size: DiskSize
 
 
-def by_run_and_kind(items: Sequence[Item], runs: Mapping[str, Sequence[str]]) -> list[Row]:
+def by_run_and_kind(items: Sequence[DiskItem], runs: Mapping[str, Sequence[str]]) -> list[UsageRow]:
     """Sums of use. ``runs`` maps run ids, oldest first, to the ids of their stages; a stage of
     several runs counts for the newest of them, a stage of none under ``""``."""
     owner = {stage: run for run, stages in runs.items() for stage in stages}
-    sums: dict[tuple[str, Kind], Size] = {}
+    sums: dict[tuple[str, Kind], DiskSize] = {}
     for item in items:
         key = (owner.get(item.stage_id, "") if item.stage_id else "", item.kind)
-        sums[key] = sums.get(key, Size()).plus(item.size)
+        sums[key] = sums.get(key, DiskSize()).plus(item.size)
     order = [*reversed(list(runs)), ""]
-    rows = [Row(run, kind, size) for (run, kind), size in sums.items()]
+    rows = [UsageRow(run, kind, size) for (run, kind), size in sums.items()]
     return sorted(rows, key=lambda r: (order.index(r.run), KINDS.index(r.kind)))
 
 
-def find_caches(names: Iterable[str]) -> list[Item]:
+def find_caches(names: Iterable[str]) -> list[DiskItem]:
     """Caches named by environment variables or paths, with their sizes."""
     folders = (Path(os.environ.get(name) or name).expanduser().absolute() for name in names)
-    return [Item(f, "caches", size_of(f)) for f in dict.fromkeys(folders) if f.is_dir()]
+    return [DiskItem(f, "caches", size_of(f)) for f in dict.fromkeys(folders) if f.is_dir()]

@@ -1,9 +1,9 @@
 """Checks of ``refiner doctor``: their input, their findings, and how they call programs.
 
 In: a recipe's configuration and planned stages, or the defaults without a recipe. Out: a
-:class:`Look`, from which every check reads the needs of the recipe, and :class:`Finding` values.
-Programs and checks have a time limit: all checks run at once, and one that hangs (a dead NFS
-server, a Slurm controller or a Hub that accepts calls and never answers) becomes a finding; its
+:class:`SystemInfo`, from which every check reads the needs of the recipe, and :class:`CheckResult`
+values. Programs and checks have a time limit: all checks run at once, and one that hangs (a dead
+NFS server, a Slurm controller or a Hub that accepts calls and never answers) becomes a finding; its
 thread is abandoned, and does not keep the process from ending. Nothing heavy is imported.
 """
 
@@ -46,7 +46,7 @@ AREAS = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One finding of ``refiner doctor``.
 
     Attributes
@@ -65,7 +65,7 @@ class Finding:
     name: str
     state: State
     what: str
-    mend: str = ""
+    fix: str = ""
     why: str = ""
 
     @property
@@ -75,7 +75,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Look:
+class SystemInfo:
     """Subject of an examination.
 
     Attributes
@@ -194,23 +194,23 @@ def doubtful(needed: object) -> State:
     return "broken" if needed else "warning"
 
 
-def found(state: State, what: str, mend: str = "", why: str = "", *, name: str = "") -> Finding:
+def found(state: State, what: str, fix: str = "", why: str = "", *, name: str = "") -> CheckResult:
     """A finding of the running check; ``name`` if it is not the check's own."""
-    return Finding("", name, state, what, mend, why)
+    return CheckResult("", name, state, what, fix, why)
 
 
-def fine(what: str, *, name: str = "") -> Finding:
+def fine(what: str, *, name: str = "") -> CheckResult:
     """A positive finding."""
-    return Finding("", name, "ok", what)
+    return CheckResult("", name, "ok", what)
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """One check.
 
     Attributes
     ----------
-    look
+    info
         Returns the findings; those without area and name get the check's. It may raise a
         RefinerError, which becomes one.
     limit_s
@@ -223,19 +223,19 @@ class Check:
 
     area: str
     name: str
-    look: Callable[[Look], Finding | Iterable[Finding] | None]
+    look: Callable[[SystemInfo], CheckResult | Iterable[CheckResult] | None]
     limit_s: float = 20.0
-    needed: Callable[[Look], object] = lambda _: False
+    needed: Callable[[SystemInfo], object] = lambda _: False
     hung: str = ""
 
 
 def run_checks(
-    checks: Sequence[Check],
-    look: Look,
+    checks: Sequence[DoctorCheck],
+    info: SystemInfo,
     *,
     limit_s: float | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Finding]:
+) -> list[CheckResult]:
     """The findings of all checks, which run at the same time.
 
     Parameters
@@ -245,10 +245,10 @@ def run_checks(
     tell
         Called with the numbers of finished checks and of all.
     """
-    made: dict[int, list[Finding]] = {}
+    made: dict[int, list[CheckResult]] = {}
 
-    def work(number: int, check: Check) -> None:
-        made[number] = _named(check, _looked(check, look))
+    def work(number: int, check: DoctorCheck) -> None:
+        made[number] = _named(check, _looked(check, info))
 
     threads = [
         threading.Thread(target=work, args=(number, check), daemon=True)
@@ -257,34 +257,34 @@ def run_checks(
     began = time.monotonic()
     for thread in threads:
         thread.start()
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for number, (check, thread) in enumerate(zip(checks, threads, strict=True)):
         limit = min(check.limit_s, limit_s or check.limit_s)
         thread.join(max(0.0, began + limit - time.monotonic()))
-        silent = found(doubtful(check.needed(look)), f"no answer in {limit:g} s", check.hung)
+        silent = found(doubtful(check.needed(info)), f"no answer in {limit:g} s", check.hung)
         findings += made.get(number) or (_named(check, [silent]) if thread.is_alive() else [])
         tell(number + 1, len(checks))
     return sorted(findings, key=lambda f: AREAS.index(f.area))
 
 
-def _looked(check: Check, look: Look) -> list[Finding]:
+def _looked(check: DoctorCheck, info: SystemInfo) -> list[CheckResult]:
     try:
-        made = check.look(look) or ()
-        return [made] if isinstance(made, Finding) else list(made)
+        made = check.look(info) or ()
+        return [made] if isinstance(made, CheckResult) else list(made)
     except RefinerError as error:
-        return [found(doubtful(check.needed(look)), error.what, error.fix)]
+        return [found(doubtful(check.needed(info)), error.what, error.fix)]
     except OSError as error:
-        return [found(doubtful(check.needed(look)), f"the system refused: {error}", check.hung)]
+        return [found(doubtful(check.needed(info)), f"the system refused: {error}", check.hung)]
     except Exception as error:  # the other findings are useful all the same
         what = f"this check itself failed ({type(error).__name__}: {error})"
         return [found("warning", what, "refiner doctor --debug")]
 
 
-def _named(check: Check, made: Iterable[Finding]) -> list[Finding]:
+def _named(check: DoctorCheck, made: Iterable[CheckResult]) -> list[CheckResult]:
     return [replace(o, area=o.area or check.area, name=o.name or check.name) for o in made]
 
 
-class Answer(NamedTuple):
+class ProgramOutput(NamedTuple):
     """Answer of a program. ``code`` is None if it is missing; -1: no answer in time."""
 
     code: int | None
@@ -314,7 +314,7 @@ def last_json(text: str) -> dict[str, Any] | None:
     return dict(json.loads(lines[-1])) if lines else None
 
 
-def ask(command: Sequence[str], timeout_s: float) -> Answer:
+def ask(command: Sequence[str], timeout_s: float) -> ProgramOutput:
     """Run a program; it and its children are ended after ``timeout_s`` seconds."""
     try:
         process = subprocess.Popen(
@@ -328,16 +328,16 @@ def ask(command: Sequence[str], timeout_s: float) -> Answer:
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(None, err=str(error))
+        return ProgramOutput(None, err=str(error))
     _asked.add(process)
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         _end(process)
-        return Answer(-1, err=f"no answer in {timeout_s:.0f} s")
+        return ProgramOutput(-1, err=f"no answer in {timeout_s:.0f} s")
     finally:
         _asked.discard(process)
-    return Answer(process.returncode, out, err)
+    return ProgramOutput(process.returncode, out, err)
 
 
 #: Programs without an answer: a check that was given up leaves them, but the doctor ends them.
@@ -345,7 +345,7 @@ _asked: set[subprocess.Popen[str]] = set()
 
 
 @atexit.register
-def _end_asked() -> None:
+def _kill_programs() -> None:
     for process in list(_asked):
         _end(process)
 

@@ -14,8 +14,18 @@ import shutil
 import sys
 from collections.abc import Iterator
 
-from infra.doctor.check import Check, Finding, Look, absent, ask, doubtful, fine, found, last_json
-from infra.doctor.machine import asked_for, install, installed
+from infra.doctor.check import (
+    CheckResult,
+    DoctorCheck,
+    SystemInfo,
+    absent,
+    ask,
+    doubtful,
+    fine,
+    found,
+    last_json,
+)
+from infra.doctor.machine import install, installed, requested_resources
 from infra.services.process import ServerProgram, shell_text
 
 _SMI_S, _TORCH_S = 15.0, 100.0
@@ -39,9 +49,9 @@ print("\\n" + json.dumps(value))
 """
 
 
-def _gpus(look: Look) -> Iterator[Finding]:
+def _gpus(info: SystemInfo) -> Iterator[CheckResult]:
     if shutil.which("nvidia-smi") is None:
-        yield _none(look)
+        yield _none(info)
         return
     query = f"--query-gpu={','.join(_FIELDS)}"
     answer = ask(["nvidia-smi", query, "--format=csv,noheader,nounits"], _SMI_S)
@@ -49,59 +59,59 @@ def _gpus(look: Look) -> Iterator[Finding]:
     if not answer.ok or not rows:
         what = f"`nvidia-smi` {'gave' if answer.hung else 'failed:'} {answer.last_line}"
         why = "GPUs are used through the driver; its last line names what it lacks"
-        mend = "sudo dmesg | grep -iE 'NVRM|Xid'"
-        yield found(doubtful(look.gpus), what, mend, why, name="driver")
+        fix = "sudo dmesg | grep -iE 'NVRM|Xid'"
+        yield found(doubtful(info.gpus), what, fix, why, name="driver")
         return
     names = ", ".join(sorted({row[0] for row in rows}))
     memory = min((float(row[2]) for row in rows if row[2].isdigit()), default=0.0) / 1024
     what = f"{len(rows)} x {names}, {memory:.0f} GiB each, driver {rows[0][1]}"
-    if len(rows) >= look.gpus:
+    if len(rows) >= info.gpus:
         yield fine(what)
     else:
-        why, mend = "the plan shows which stage gets which GPU", f"{look.command('plan')} --json"
-        yield found("broken", f"{what}; a stage requests {look.gpus}", mend, why)
-    yield from _torch(look)
+        why, fix = "the plan shows which stage gets which GPU", f"{info.command('plan')} --json"
+        yield found("broken", f"{what}; a stage requests {info.gpus}", fix, why)
+    yield from _torch(info)
 
 
-def _none(look: Look) -> Finding:
+def _none(info: SystemInfo) -> CheckResult:
     what = "this machine has no `nvidia-smi`: no GPU, or no driver"
-    if look.on_slurm and not look.on_node:
+    if info.on_slurm and not info.on_node:
         what += "; stages with GPUs go to Slurm, `--job` checks there"
-    if not look.gpus:
+    if not info.gpus:
         return found("missing", what, why="large models")
-    mend = f"{look.command('run')} dispatch.executor=slurm dispatch.profile=PROFILE"
-    if look.on_node:  # the next thing to try there
-        option = "--gres=gpu:1" if look.profile.gpu_option == "gres" else "--gpus-per-node=1"
-        mend = f"srun {option} nvidia-smi --list-gpus"
-    return found("broken", what, mend, f"a stage requests {look.gpus} GPUs here")
+    fix = f"{info.command('run')} dispatch.executor=slurm dispatch.profile=PROFILE"
+    if info.on_node:  # the next thing to try there
+        option = "--gres=gpu:1" if info.profile.gpu_option == "gres" else "--gpus-per-node=1"
+        fix = f"srun {option} nvidia-smi --list-gpus"
+    return found("broken", what, fix, f"a stage requests {info.gpus} GPUs here")
 
 
-def _torch(look: Look) -> Iterator[Finding]:
-    state, version = doubtful(look.gpus), installed("torch") or "none"
-    mend, why = install("--force-reinstall", asked_for("torch")), "training on these GPUs"
+def _torch(info: SystemInfo) -> Iterator[CheckResult]:
+    state, version = doubtful(info.gpus), installed("torch") or "none"
+    fix, why = install("--force-reinstall", requested_resources("torch")), "training on these GPUs"
     if "+cpu" in version:
         what = f"torch {version} is built without CUDA"
-        yield found(state, what, mend, why, name="torch")
+        yield found(state, what, fix, why, name="torch")
         return
     answer = ask([sys.executable, "-P", "-c", _TORCH], _TORCH_S)
     value = last_json(answer.out)
     if value is None:
         what = f"torch cannot be imported: {answer.last_line}"
-        yield found(state, what, mend, name="torch")
+        yield found(state, what, fix, name="torch")
         return
     what = f"torch {value['version']}, CUDA {value['cuda']}"
     if value["why"]:
         why = "its CUDA must not be of a later major version than the driver's: see `nvidia-smi`"
         if "CUDA_VISIBLE_DEVICES" in os.environ:
             what += f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}"
-        yield found(state, f"{what}: {value['why']}", mend, why, name="torch")
+        yield found(state, f"{what}: {value['why']}", fix, why, name="torch")
     else:
         yield fine(f"{what}; computes on them", name="torch")
     wanted = "flash_attention_2"
-    if look.config.model.attn_implementation == wanted and value["flash"]:
-        mend = install("--no-build-isolation", asked_for("flash-attn"))
+    if info.config.model.attn_implementation == wanted and value["flash"]:
+        fix = install("--no-build-isolation", requested_resources("flash-attn"))
         what, why = f"cannot be imported: {value['flash']}", f"model.attn_implementation={wanted}"
-        yield found(absent(look.gpus), what, mend, why, name="FlashAttention")
+        yield found(absent(info.gpus), what, fix, why, name="FlashAttention")
 
 
 # ---------------------------------------------------------------- environments that serve models
@@ -128,57 +138,57 @@ print("\\n" + json.dumps(value))
 _LIMIT_S = _IMPORT_S + 5
 
 
-def _rollouts(look: Look) -> Finding | None:
-    if look.rollout_servers:
-        program = ServerProgram(look.config.grpo.rollout_server, "grpo.rollout_server", "vllm")
-        return _environment(look, program, look.config.grpo.resources.gpus)
-    if look.on_node:
+def _rollouts(info: SystemInfo) -> CheckResult | None:
+    if info.rollout_servers:
+        program = ServerProgram(info.config.grpo.rollout_server, "grpo.rollout_server", "vllm")
+        return _environment(info, program, info.config.grpo.resources.gpus)
+    if info.on_node:
         return None
     if path := shutil.which("vllm"):
         return fine(f"{path} is on PATH", name="vllm")
-    mend = _make(look, "grpo.rollout_server", "vllm")
+    fix = _make(info, "grpo.rollout_server", "vllm")
     why = "grpo.generation_backend=vllm, and judge.serve.engine=vllm"
-    return found("missing", "no `vllm` on PATH", mend, why, name="vllm")
+    return found("missing", "no `vllm` on PATH", fix, why, name="vllm")
 
 
-def _judge(look: Look) -> Finding | None:
-    engine = look.judge_engine
+def _judge(info: SystemInfo) -> CheckResult | None:
+    engine = info.judge_engine
     if engine not in ("vllm", "transformers"):
         return None
-    program = ServerProgram(look.config.judge.serve, "judge.serve", engine)
-    return _environment(look, program, look.config.judge.resources.gpus)
+    program = ServerProgram(info.config.judge.serve, "judge.serve", engine)
+    return _environment(info, program, info.config.judge.resources.gpus)
 
 
-def _environment(look: Look, program: ServerProgram, gpus: int) -> Finding:
-    name, engine, needed = program.field, program.engine, look.serves_here
+def _environment(info: SystemInfo, program: ServerProgram, gpus: int) -> CheckResult:
+    name, engine, needed = program.field, program.engine, info.serves_here
     state, why = doubtful(needed), f"{name} serves models with {engine}"
     if program.lacking:
         elsewhere = "" if needed else " here; `refiner doctor --job` checks a compute node"
-        mend = _make(look, name, engine)
-        return found(state, program.lacking + elsewhere, mend, why, name=name)
+        fix = _make(info, name, engine)
+        return found(state, program.lacking + elsewhere, fix, why, name=name)
     python = shlex.quote(program.config.python or "python3")
-    mend = f"{python} -m pip install --upgrade {_DISTRIBUTION[engine]}"
+    fix = f"{python} -m pip install --upgrade {_DISTRIBUTION[engine]}"
     answer = ask(["bash", "-c", _text(program)], _IMPORT_S)
     value = last_json(answer.out)
     if value is None:
         if program.config.python is None and answer.ok:
             return fine(f"{engine} {answer.out.split()[-1]} answers", name=name)
-        return found(state, f"it cannot be started: {answer.last_line}", mend, why, name=name)
+        return found(state, f"it cannot be started: {answer.last_line}", fix, why, name=name)
     if value.get("why"):
         what = f"Python {value['python']} cannot use {engine}: {value['why']}"
-        return found(state, what, mend, why, name=name)
+        return found(state, what, fix, why, name=name)
     build = f"torch {value['torch']}, CUDA {value['cuda'] or 'none'}"
     what = f"{engine} {value['engine']}, {build}, sees {value['gpus']} GPUs"
-    asked = look.asked_gpus if look.on_node else gpus
+    asked = info.asked_gpus if info.on_node else gpus
     if asked and needed and not value["gpus"]:
-        return found(absent(needed), what, mend, f"it needs {asked} GPUs", name=name)
+        return found(absent(needed), what, fix, f"it needs {asked} GPUs", name=name)
     return fine(what, name=name)
 
 
-def _make(look: Look, field: str, engine: str) -> str:
+def _make(info: SystemInfo, field: str, engine: str) -> str:
     """The commands that make an environment of its own, and check it."""
     folder, asked = f"$HOME/{engine}-env", _DISTRIBUTION[engine]
-    again = look.again(f"{field}.python={folder}/bin/python")
+    again = info.again(f"{field}.python={folder}/bin/python")
     return f"python3 -m venv {folder} && {folder}/bin/pip install {asked} && {again}"
 
 
@@ -192,8 +202,14 @@ def _text(program: ServerProgram) -> str:
 
 
 SERVING = (
-    Check("vllm", "servers", _rollouts, _LIMIT_S, lambda x: x.rollout_servers and not x.on_slurm),
-    Check("vllm", "judge's server", _judge, _LIMIT_S, lambda x: x.judge_engine and not x.on_slurm),
+    DoctorCheck(
+        "vllm", "servers", _rollouts, _LIMIT_S, lambda x: x.rollout_servers and not x.on_slurm
+    ),
+    DoctorCheck(
+        "vllm", "judge's server", _judge, _LIMIT_S, lambda x: x.judge_engine and not x.on_slurm
+    ),
 )
-GPUS = (Check("gpu", "GPUs", _gpus, 2 * _SMI_S + _TORCH_S, lambda look: look.gpus, "nvidia-smi"),)
+GPUS = (
+    DoctorCheck("gpu", "GPUs", _gpus, 2 * _SMI_S + _TORCH_S, lambda info: info.gpus, "nvidia-smi"),
+)
 CHECKS = (*GPUS, *SERVING)

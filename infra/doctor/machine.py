@@ -22,57 +22,57 @@ import psutil
 from packaging.requirements import Requirement
 
 from infra.disk.forecast import WEIGHT_BYTES, size_of_model
-from infra.disk.keeper import gib
-from infra.disk.probe import UNLIMITED, Prober, Room
+from infra.disk.manager import gib
+from infra.disk.probe import UNLIMITED, FreeSpace, Prober
 from infra.disk.usage import size_of
-from infra.doctor.check import Check, Finding, Look, doubtful, fine, found
+from infra.doctor.check import CheckResult, DoctorCheck, SystemInfo, doubtful, fine, found
 from infra.host.files import existing, mount_of
 from infra.store import atomic
 from infra.store.workspace import FORMAT, Workspace, refuse_doubtful
 
 
-def _cores(look: Look) -> Finding:
+def _cores(info: SystemInfo) -> CheckResult:
     cores = len(os.sched_getaffinity(0))
-    asked = max((s.resources.cpus for s in look.here(look.stages)), default=0)
-    if (asked := max(asked, look.config.model.cpu_threads)) > cores:
+    asked = max((s.resources.cpus for s in info.here(info.stages)), default=0)
+    if (asked := max(asked, info.config.model.cpu_threads)) > cores:
         what = f"{cores} cores, but {asked} are requested here: it will be slower"
-        return found("warning", what, f"{look.command('run')} model.cpu_threads={cores}")
+        return found("warning", what, f"{info.command('run')} model.cpu_threads={cores}")
     return fine(f"{cores} cores for this process")
 
 
-def _memory(look: Look) -> Finding:
+def _memory(info: SystemInfo) -> CheckResult:
     memory = psutil.virtual_memory()
-    asked = max((s.resources.memory_gb for s in look.here(look.stages)), default=0) << 30
+    asked = max((s.resources.memory_gb for s in info.here(info.stages)), default=0) << 30
     what = f"{gib(memory.total)}, {gib(memory.available)} available"
     if asked <= memory.total:
         return fine(what)
     what += f"; a stage that runs here requests {gib(asked)}"
     why = "the plan's `memory` shows the need of every stage"
-    return found("warning", what, f"{look.command('plan')} --json", why)
+    return found("warning", what, f"{info.command('plan')} --json", why)
 
 
-def _shared_memory(look: Look) -> Finding | None:
-    if not look.rollout_servers:
+def _shared_memory(info: SystemInfo) -> CheckResult | None:
+    if not info.rollout_servers:
         return None
-    folder = Path(look.config.grpo.rollout_server.weights_dir)
+    folder = Path(info.config.grpo.rollout_server.weights_dir)
     name, why = str(folder), "weights go to rollout servers through it"
-    state = doubtful(look.serves_here)
+    state = doubtful(info.serves_here)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        mend = f"{look.command('run')} grpo.rollout_server.weights_dir=/tmp"
-        return found(state, "not a folder that can be written to", mend, why, name=name)
-    parameters = size_of_model(look.config).parameters or 0
-    wanted = parameters * WEIGHT_BYTES[look.config.model.dtype]
+        fix = f"{info.command('run')} grpo.rollout_server.weights_dir=/tmp"
+        return found(state, "not a folder that can be written to", fix, why, name=name)
+    parameters = size_of_model(info.config).parameters or 0
+    wanted = parameters * WEIGHT_BYTES[info.config.model.dtype]
     room = shutil.disk_usage(folder).free
     what = f"{gib(room)} free, the policy's weights take {gib(wanted)}"
     if room >= wanted:
         return fine(what, name=name)
-    mend = f"sudo mount -o remount,size={2 * wanted >> 30}G {folder}"
-    return found(state, what, mend, why, name=name)
+    fix = f"sudo mount -o remount,size={2 * wanted >> 30}G {folder}"
+    return found(state, what, fix, why, name=name)
 
 
-def _packages(look: Look) -> list[Finding]:
+def _packages(info: SystemInfo) -> list[CheckResult]:
     wanted = [r for r in _requirements() if r.marker is None or r.marker.evaluate({"extra": ""})]
-    wrong: list[Finding] = []
+    wrong: list[CheckResult] = []
     for requirement in wanted:
         name, there = requirement.name, installed(requirement.name)
         if there is None or not requirement.specifier.contains(there, prereleases=True):
@@ -90,7 +90,7 @@ def _requirements() -> list[Requirement]:
     return [Requirement(text) for text in metadata.requires("refiner") or ()]
 
 
-def asked_for(name: str) -> str:
+def requested_resources(name: str) -> str:
     """A requirement of refiner in pip's form: ``torch>=2.13,<2.15``."""
     return next((f"{r.name}{r.specifier}" for r in _requirements() if r.name == name), name)
 
@@ -118,14 +118,14 @@ _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "fuse")
 _FLEETING = ("tmpfs", "ramfs")
 
 
-def _folder(look: Look) -> list[Finding]:
-    root = look.workspace
+def _folder(info: SystemInfo) -> list[CheckResult]:
+    root = info.workspace
     room = Workspace.read_only(root)  # refuses a newer format, or no folder
     place = existing(root)
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         what = f"{place} cannot be written to by user {os.geteuid()}"
-        mend, why = f"{look.command('run')} workspace=DIR", "it holds all records of a run"
-        return [found(doubtful(look.recipe), what, mend, why)]
+        fix, why = f"{info.command('run')} workspace=DIR", "it holds all records of a run"
+        return [found(doubtful(info.recipe), what, fix, why)]
     if not room.layout.format_file.exists():
         where = "is created by the first run" if not root.exists() else "has no run yet"
         return [fine(f"{root} {where}; {place} can be written to")]
@@ -137,8 +137,8 @@ def _folder(look: Look) -> list[Finding]:
 # ---------------------------------------------------------------- the file system
 
 
-def _file_system(look: Look) -> Iterator[Finding]:
-    for name, folder in look.folders.items():
+def _file_system(info: SystemInfo) -> Iterator[CheckResult]:
+    for name, folder in info.folders.items():
         place, mount = existing(folder), mount_of(folder)
         where, itself = f"{mount.type} at {mount.point}", "file system"
         itself = itself if name == "workspace" else f"{name}: {itself}"
@@ -146,13 +146,13 @@ def _file_system(look: Look) -> Iterator[Finding]:
             continue  # reported by the check of the folder
         if number := atomic.refusal(place, 4096):
             what = f"{where} accepts no files: {os.strerror(number)} ({errno.errorcode[number]})"
-            mend = f"refiner disk --reclaim workspace={look.workspace}"
-            mend = mend if name == "workspace" else f"df -h {folder}"
-            yield found("broken", what, mend, "a run would wait for space", name=itself)
+            fix = f"refiner disk --reclaim workspace={info.workspace}"
+            fix = fix if name == "workspace" else f"df -h {folder}"
+            yield found("broken", what, fix, "a run would wait for space", name=itself)
         elif mount.type in _FLEETING:
             what = f"{where} is memory: gone when the machine restarts"
-            mend = f"{look.command('run')} {name}=/SCRATCH/{os.environ.get('USER', 'me')}/runs"
-            yield found("warning", what, mend, name=itself)
+            fix = f"{info.command('run')} {name}=/SCRATCH/{os.environ.get('USER', 'me')}/runs"
+            yield found("warning", what, fix, name=itself)
         else:
             yield fine(f"{where} accepts files", name=itself)
 
@@ -160,21 +160,21 @@ def _file_system(look: Look) -> Iterator[Finding]:
 # ---------------------------------------------------------------- free space
 
 
-def _room(look: Look) -> Iterator[Finding]:
-    for name, folder in look.folders.items():
-        yield from _room_of(look, "" if name == "workspace" else f"{name}: ", folder)
+def _space(info: SystemInfo) -> Iterator[CheckResult]:
+    for name, folder in info.folders.items():
+        yield from _space_of(info, "" if name == "workspace" else f"{name}: ", folder)
 
 
-def _room_of(look: Look, prefix: str, folder: Path) -> Iterator[Finding]:
-    mount, disk = mount_of(folder), look.config.disk
+def _space_of(info: SystemInfo, prefix: str, folder: Path) -> Iterator[CheckResult]:
+    mount, disk = mount_of(folder), info.config.disk
     room = Prober(folder, disk, measure=lambda: size_of(folder), mount=mount).look()
-    what = _room_text(room)
+    what = _space_text(room)
     least = max(1 << 30, int(disk.margin_gb * 2**30))
     full = room.free_bytes < least or (room.free_inodes is not None and room.free_inodes < 1000)
     if full or room.share > disk.warn_share:
-        state = doubtful(full and look.recipe and room.free_bytes < 1 << 20)
-        mend = f"refiner disk --reclaim workspace={look.workspace}"
-        yield found(state, what, mend, "a run pauses when the disk is full", name=f"{prefix}room")
+        state = doubtful(full and info.recipe and room.free_bytes < 1 << 20)
+        fix = f"refiner disk --reclaim workspace={info.workspace}"
+        yield found(state, what, fix, "a run pauses when the disk is full", name=f"{prefix}room")
     else:
         yield fine(what, name=f"{prefix}room")
     if not room.knows_quota and mount.type.startswith(_SHARED):
@@ -182,13 +182,13 @@ def _room_of(look: Look, prefix: str, folder: Path) -> Iterator[Finding]:
             "warning",
             f"the quota on {mount.type} at {mount.point} is unknown: free figures of the "
             "file system do not include it",
-            f'{look.command("run")} disk.probe="command:PROGRAM" disk.pattern="REGEX"',
+            f'{info.command("run")} disk.probe="command:PROGRAM" disk.pattern="REGEX"',
             "without it a run notices its quota only when a write fails",
             name=f"{prefix}quota",
         )
 
 
-def _room_text(room: Room) -> str:
+def _space_text(room: FreeSpace) -> str:
     free = "no limit" if room.free_bytes >= UNLIMITED else f"{gib(room.free_bytes)} free"
     limit = f" of {gib(room.limit_bytes)}" if room.limit_bytes else ""
     inodes = "" if room.free_inodes is None else f", {room.free_inodes:,} files"
@@ -197,11 +197,13 @@ def _room_text(room: Room) -> str:
 
 
 CHECKS = (
-    Check("python", "packages", _packages, needed=lambda _: True),
-    Check("machine", "cores", _cores),
-    Check("machine", "memory", _memory),
-    Check("machine", "memory as a folder", _shared_memory, needed=lambda x: x.rollout_servers),
-    Check("workspace", "folder", _folder, 10, lambda x: x.recipe, _HUNG),
-    Check("workspace", "file system", _file_system, 20, lambda x: x.recipe, _HUNG),
-    Check("workspace", "room", _room, limit_s=45, hung=_HUNG),
+    DoctorCheck("python", "packages", _packages, needed=lambda _: True),
+    DoctorCheck("machine", "cores", _cores),
+    DoctorCheck("machine", "memory", _memory),
+    DoctorCheck(
+        "machine", "memory as a folder", _shared_memory, needed=lambda x: x.rollout_servers
+    ),
+    DoctorCheck("workspace", "folder", _folder, 10, lambda x: x.recipe, _HUNG),
+    DoctorCheck("workspace", "file system", _file_system, 20, lambda x: x.recipe, _HUNG),
+    DoctorCheck("workspace", "room", _space, limit_s=45, hung=_HUNG),
 )

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from infra.doctor.check import Check, Finding, Look, absent, doubtful, fine, found
+from infra.doctor.check import CheckResult, DoctorCheck, SystemInfo, absent, doubtful, fine, found
 from infra.host.secrets import masked
 from infra.hub.target import check_hub, endpoint_now, open_hub
 from infra.prefect_server import (
@@ -27,7 +27,7 @@ from infra.prefect_server import (
 from infra.prefect_server import (
     check_server as check_prefect,
 )
-from infra.tracking import check_server, server_address, shown_address
+from infra.tracking import check_server, masked_address, server_address
 from refiner_core.contract.errors import HubOutage, HubRefused, RefinerError
 
 _SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -35,7 +35,7 @@ _ANSWER_S = 8.0
 _OF_TOKENS = "publishing to the Hub, and private or gated models"
 
 
-def _hub_needed(look: Look) -> bool:
+def _hub_needed(look: SystemInfo) -> bool:
     return look.publishes or bool(look.needs_network)
 
 
@@ -43,25 +43,25 @@ def _switched_off() -> list[str]:
     return [n for n in _SWITCHES if os.environ.get(n, "").upper() in ("1", "ON", "YES", "TRUE")]
 
 
-def _endpoint(look: Look) -> Finding:
+def _endpoint(look: SystemInfo) -> CheckResult:
     address, needed = masked(endpoint_now()), _hub_needed(look)
     if off := _switched_off():
         stages = look.needs_network or (["publish"] if look.publishes else [])
         needing = f", and {', '.join(stages)} need the network" if stages else ""
-        what, mend = f"{', '.join(off)} set{needing}", f"unset {' '.join(off)}"
+        what, fix = f"{', '.join(off)} set{needing}", f"unset {' '.join(off)}"
         why = "where jobs run without network, refiner sets them itself"
-        return found(doubtful(stages), what, mend, why, name="offline switches")
+        return found(doubtful(stages), what, fix, why, name="offline switches")
     if look.offline:
         return found("missing", f"{address} was not asked (offline)")
     status = http_status(endpoint_now(), _ANSWER_S)
     if isinstance(status, int):
         return fine(f"{address} answers (HTTP {status})")
     why = "models and data from the Hub, publishing; through a proxy: `export https_proxy=…`"
-    mend = f"curl --head {address}" if needed else ""
-    return found(absent(needed), f"{address}: {masked(status)}", mend, why)
+    fix = f"curl --head {address}" if needed else ""
+    return found(absent(needed), f"{address}: {masked(status)}", fix, why)
 
 
-def _token(look: Look) -> Finding:
+def _token(look: SystemInfo) -> CheckResult:
     from huggingface_hub import get_token
 
     where = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "stored by `hf auth login`"
@@ -80,7 +80,7 @@ def _token(look: Look) -> Finding:
         return found(doubtful(look.publishes), what, "hf auth login", _OF_TOKENS)
 
 
-def _publishing(look: Look) -> list[Finding]:
+def _publishing(look: SystemInfo) -> list[CheckResult]:
     if not look.publishes or look.offline or _switched_off():
         return []
     name = f"publishing to {look.config.publish.repo_id}"
@@ -88,9 +88,9 @@ def _publishing(look: Look) -> list[Finding]:
         warnings = check_hub(look.config)
     except RefinerError as error:
         about_token = "token" in error.what.lower() or "logged in" in error.what.lower()
-        mend = f"{look.command('run')} publish.repo_id=OWNER/NAME"
-        mend = "hf auth login" if about_token else mend
-        return [found("broken", masked(error.what), mend, masked(error.fix), name=name)]
+        fix = f"{look.command('run')} publish.repo_id=OWNER/NAME"
+        fix = "hf auth login" if about_token else fix
+        return [found("broken", masked(error.what), fix, masked(error.fix), name=name)]
     said = [found("warning", warning, "hf auth whoami", name=name) for warning in warnings]
     return said or [fine("the token may write there", name=name)]
 
@@ -101,15 +101,15 @@ _OF_TRACKING = "tracking.wandb=online, and `refiner track sync`"
 _LOGIN = f"{sys.executable} -m wandb login"
 
 
-def _online(look: Look) -> bool:
+def _online(look: SystemInfo) -> bool:
     return look.config.tracking.wandb == "online"
 
 
-def _wandb_key(look: Look) -> Finding | None:
+def _wandb_key(look: SystemInfo) -> CheckResult | None:
     if look.config.tracking.wandb == "disabled":
         return None
     address, online = server_address(), _online(look)
-    shown = shown_address(address)
+    shown = masked_address(address)
     if not _has_key(address):
         return found(absent(online), f"there is none for {shown}", _LOGIN, _OF_TRACKING)
     if look.offline or look.on_node:
@@ -117,8 +117,8 @@ def _wandb_key(look: Look) -> Finding | None:
     try:
         check_server(address)
     except RefinerError as error:
-        mend = f"{look.command('run')} tracking.wandb=offline" if online else ""
-        return found(absent(online), error.what, mend, _OF_TRACKING, name="server")
+        fix = f"{look.command('run')} tracking.wandb=offline" if online else ""
+        return found(absent(online), error.what, fix, _OF_TRACKING, name="server")
     return fine(f"there is one for {shown}, which answers (`wandb login --verify` tries the key)")
 
 
@@ -137,7 +137,7 @@ def _has_key(address: str) -> bool:
 _OF_PREFECT = "flow runs; the work itself continues without them"
 
 
-def _server(look: Look) -> Finding:
+def _server(look: SystemInfo) -> CheckResult:
     status = server_status()
     if status.state == "yours" and status.info is not None:
         return _users(status.info)
@@ -149,23 +149,21 @@ def _server(look: Look) -> Finding:
     return fine("none runs; `refiner run` starts one")
 
 
-def _users(info: ServerInfo) -> Finding:
+def _users(info: ServerInfo) -> CheckResult:
     """The user's own server: PREFECT_API_URL."""
     try:
         check_prefect(info)
     except RefinerError as error:
         refused = isinstance(error, KeyRefused)
-        mend = (
-            "export PREFECT_API_AUTH_STRING=USER:PASSWORD" if refused else "unset PREFECT_API_URL"
-        )
-        return found("warning", error.what, mend, _OF_PREFECT)
+        fix = "export PREFECT_API_AUTH_STRING=USER:PASSWORD" if refused else "unset PREFECT_API_URL"
+        return found("warning", error.what, fix, _OF_PREFECT)
     return fine(f"{masked(info.api_url)} (PREFECT_API_URL) answers")
 
 
 # ---------------------------------------------------------------- network
 
 
-def _compute_nodes(look: Look) -> Finding | None:
+def _compute_nodes(look: SystemInfo) -> CheckResult | None:
     """The profile's network setting; on the node: whether the Hub is reached all the same."""
     if not look.on_slurm:
         return None
@@ -178,17 +176,17 @@ def _compute_nodes(look: Look) -> Finding | None:
     if isinstance(status, int):
         return fine(f"{shown} is reached", name="internet")
     what, why = f"{shown} is not reached ({masked(status)})", "a line of the profile"
-    mend = "network: false" if says else ""
-    return found("broken" if says else "missing", what, mend, why, name="internet")
+    fix = "network: false" if says else ""
+    return found("broken" if says else "missing", what, fix, why, name="internet")
 
 
-NETWORK = (Check("network", "compute nodes", _compute_nodes, limit_s=10),)
+NETWORK = (DoctorCheck("network", "compute nodes", _compute_nodes, limit_s=10),)
 _STOP, _WHO = "refiner server stop", "hf auth whoami"
 CHECKS = (
-    Check("prefect", "server", _server, limit_s=15, hung=_STOP),
-    Check("hub", "address", _endpoint, limit_s=12, needed=_hub_needed),
-    Check("hub", "token", _token, limit_s=25, needed=lambda x: x.publishes, hung=_WHO),
-    Check("hub", "publishing", _publishing, limit_s=30, needed=lambda x: x.publishes),
-    Check("wandb", "key", _wandb_key, limit_s=25, needed=_online),
+    DoctorCheck("prefect", "server", _server, limit_s=15, hung=_STOP),
+    DoctorCheck("hub", "address", _endpoint, limit_s=12, needed=_hub_needed),
+    DoctorCheck("hub", "token", _token, limit_s=25, needed=lambda x: x.publishes, hung=_WHO),
+    DoctorCheck("hub", "publishing", _publishing, limit_s=30, needed=lambda x: x.publishes),
+    DoctorCheck("wandb", "key", _wandb_key, limit_s=25, needed=_online),
     *NETWORK,
 )

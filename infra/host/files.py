@@ -63,7 +63,7 @@ def again(read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
             if error.errno in said or pause_s is None:
                 raise
             said.add(error.errno)
-            _look_anew(error.filename)
+            _refresh(error.filename)
         except OSError as error:
             if error.errno not in PASSING or pause_s is None:
                 raise
@@ -137,7 +137,7 @@ def make_folder(folder: Path) -> None:
         again(folder.mkdir, parents=True, exist_ok=True)
 
 
-def _look_anew(filename: str | bytes | None) -> None:
+def _refresh(filename: str | bytes | None) -> None:
     """Have a network file system ask its server again, by opening the folder."""
     if isinstance(filename, str | os.PathLike):
         with contextlib.suppress(OSError):

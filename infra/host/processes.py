@@ -196,7 +196,7 @@ class ProcessId:
                     child.kill()
         self._send(signal.SIGKILL)
 
-    def wait_gone(self, timeout_s: float) -> bool:
+    def wait_ended(self, timeout_s: float) -> bool:
         """Wait until it is gone; False if it is still there after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while self.alive:

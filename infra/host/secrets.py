@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from infra.host.processes import environment
-from refiner_core.contract.checks.secrets import given_secrets, is_secret_name, key_variables
+from refiner_core.contract.checks.secrets import assigned_secrets, is_secret_name, key_variables
 from refiner_core.contract.config import RecipeConfig
 
 MASK = "***"
@@ -67,14 +67,14 @@ def carries_secrets(field: str) -> bool:
 def without_secrets(text: str) -> str:
     """A user's text without logins in addresses, and without apparent tokens."""
     text, parts, at = masked(_LOGIN.sub("", text)), [], 0
-    for given in given_secrets(text):
+    for given in assigned_secrets(text):
         if given.start >= at and (given.is_set or not given.value.isalpha()):
             parts += [text[at : given.start], HIDDEN]
             at = given.start + len(given.value)
     return "".join([*parts, text[at:]])
 
 
-def shown_override(word: str) -> str:
+def masked_override(word: str) -> str:
     """``key=value`` without secrets."""
     key, equals, _ = word.partition("=")
     hidden = equals and carries_secrets(key.lstrip("+~"))

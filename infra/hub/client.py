@@ -43,9 +43,9 @@ from huggingface_hub.utils._runtime import is_xet_available
 
 from infra.host.secrets import masked
 from infra.hub.errors import (
-    Moved,
-    Patience,
-    Rejected,
+    RevisionConflict,
+    TimeBudget,
+    UploadError,
     in_our_words,
     outage,
     rejection,
@@ -169,15 +169,15 @@ class HubClient:
                     num_threads=THREADS,
                 )
             except RevisionNotFoundError as error:
-                raise Moved(f"{branch} is gone") from error
+                raise RevisionConflict(f"{branch} is gone") from error
             except HfHubHTTPError as error:
                 path = error.response.request.url.path
                 if error.response.status_code in (409, 412) and "/commit/" in path:
-                    raise Moved(f"{branch} has moved on") from error
+                    raise RevisionConflict(f"{branch} has moved on") from error
                 raise
             except RuntimeError as error:  # the client's class for a failed upload
                 if words := rejection(error):
-                    raise Rejected(words) from None
+                    raise UploadError(words) from None
                 raise
             return str(done.oid)
 
@@ -239,7 +239,7 @@ class HubClient:
 
 @contextmanager
 def hub_client(
-    repo_id: str, endpoint: str, patience: Patience, timeout_s: float
+    repo_id: str, endpoint: str, patience: TimeBudget, timeout_s: float
 ) -> Iterator[HubClient]:
     """Make huggingface_hub use our session until the end of the block."""
     with in_our_words("checking for permission", repo_id):
@@ -269,7 +269,7 @@ def _unless(status: int) -> Iterator[None]:
 class _HubSession(httpx2.Client):
     """A session that retries for as long as ``patience`` lasts."""
 
-    def __init__(self, repo_id: str, patience: Patience, timeout_s: float) -> None:
+    def __init__(self, repo_id: str, patience: TimeBudget, timeout_s: float) -> None:
         super().__init__(follow_redirects=True, timeout=timeout_s)
         #: The present operation, for messages.
         self.doing = "asking for the repository"
@@ -363,7 +363,7 @@ class Sending:
             self.progress(Progress(len(self._done), self.total, f"sending {name}", values))
 
 
-class _Told(io.FileIO):
+class _ProgressFile(io.FileIO):
     """A file that reports how much of it was read."""
 
     def __init__(self, path: str, name: str, sending: Sending) -> None:
@@ -412,7 +412,7 @@ class _Addition(CommitOperationAdd):  # type: ignore[misc]
     def as_file(self, with_tqdm: bool = False) -> Iterator[BinaryIO]:
         """The bytes; ``with_tqdm`` marks the client's upload."""
         if with_tqdm and isinstance(self.path_or_fileobj, str):
-            with _Told(self.path_or_fileobj, self.path_in_repo, self._sending) as file:
+            with _ProgressFile(self.path_or_fileobj, self.path_in_repo, self._sending) as file:
                 yield file
         else:
             with super().as_file() as plain:

@@ -5,8 +5,8 @@ person has to act, :class:`HubOutage` if time may fix it, each with what happene
 and the Hub's own message. No message contains a credential: tokens, signed addresses and passwords
 in addresses are masked, wherever they come from.
 
-:class:`Patience` limits all waits of a publication together; simultaneous waits of several threads
-count once, so that an attempt ends within a known time.
+:class:`TimeBudget` limits all waits of a publication together; simultaneous waits of several
+threads count once, so that an attempt ends within a known time.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ FIRST_S, LONGEST_S = 0.25, 30.0
 _SLICE_S = 0.2
 
 
-class Moved(Exception):
+class RevisionConflict(Exception):
     """The branch or tag was changed by another process: read and decide again."""
 
 
-class Rejected(Exception):
+class UploadError(Exception):
     """The Hub's storage did not accept a file."""
 
 
@@ -57,7 +57,7 @@ def in_our_words(doing: str, repo_id: str) -> Iterator[None]:
     """
     try:
         yield
-    except (RefinerError, Moved, Rejected):
+    except (RefinerError, RevisionConflict, UploadError):
         raise
     except Exception as error:
         found = translated(error, doing, repo_id)
@@ -219,7 +219,7 @@ def rejection(error: BaseException) -> str | None:
 
 
 @dataclass(eq=False)
-class Patience:
+class TimeBudget:
     """The rest of ``limit_s`` seconds.
 
     Attributes

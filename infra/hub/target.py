@@ -30,12 +30,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infra.host.secrets import masked
-from infra.hub.errors import Moved, Patience, Rejected, in_our_words, outage, refused
+from infra.hub.errors import (
+    RevisionConflict,
+    TimeBudget,
+    UploadError,
+    in_our_words,
+    outage,
+    refused,
+)
 from infra.publishing import (
     FileToPublish,
     FolderTarget,
     Publication,
-    Published,
+    PublishedFiles,
     Target,
     all_files,
     bytes_of,
@@ -46,7 +53,7 @@ from infra.publishing import (
     replaced,
 )
 from infra.store.checkpoints import hash_of
-from infra.store.stage_records import EVIDENCE, Lying, read_evidence
+from infra.store.stage_records import EVIDENCE, PublishedState, read_evidence
 from refiner_core.cards.facts import step_revision
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused
@@ -89,7 +96,7 @@ def open_hub(
     _choose_transfer(endpoint)
     from infra.hub.client import hub_client
 
-    patience = Patience(config.patience_s if patience_s is None else patience_s, should_stop)
+    patience = TimeBudget(config.patience_s if patience_s is None else patience_s, should_stop)
     with hub_client(repo_id, endpoint, patience, config.request_timeout_s) as hub:
         yield hub
 
@@ -117,7 +124,7 @@ class HubTarget:
         publication: Publication,
         progress: Callable[[Progress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
-    ) -> Published:
+    ) -> PublishedFiles:
         """See :class:`infra.publishing.Target`."""
         _check_sources(publication.files)
         with open_hub(publication.repo_id, self._config, self._endpoint, should_stop) as hub:
@@ -125,7 +132,7 @@ class HubTarget:
             for looks in range(1, ROUNDS + 1):
                 try:
                     return work.publish()
-                except Moved as moved:
+                except RevisionConflict as moved:
                     log.info("%s: %s; looking again", publication.repo_id, moved)
                     hub.pause(looks)
             raise outage("others keep on changing it", "publishing", publication.repo_id)
@@ -141,7 +148,7 @@ class _Revision(NamedTuple):
 
     commit: str
     files: dict[str, RemoteFile]
-    lying: Lying | None
+    published_state: PublishedState | None
 
 
 @dataclass(eq=False)
@@ -154,10 +161,10 @@ class _Publishing:
     progress: Callable[[Progress], None]
     should_stop: Callable[[], bool]
     changed: set[str] = field(default_factory=set)
-    made_aside: bool = False
-    evidence: Lying | None = None
+    on_side_branch: bool = False
+    evidence: PublishedState | None = None
 
-    def publish(self) -> Published:
+    def publish(self) -> PublishedFiles:
         """Read once, and bring the repository to the state of the publication.
 
         Raises
@@ -169,9 +176,9 @@ class _Publishing:
         revision = step_revision(self.config, publication.step, final=publication.final)
         main = self._read(self._repository())
         alone, repo_id = revision == "main", publication.repo_id
-        check_run(main.lying, publication, self.config, repo_id, alone=alone)
+        check_run(main.published_state, publication, self.config, repo_id, alone=alone)
         if alone:
-            commit = self._bring("main", main)
+            commit = self._upload_files("main", main)
         else:
             refs = self.hub.refs()
             if self.config.per_step == "branch":
@@ -199,10 +206,10 @@ class _Publishing:
     def _read(self, commit: str) -> _Revision:
         files = self.hub.tree(commit)
         text = self.hub.text(commit, EVIDENCE) if EVIDENCE in files else None
-        lying = read_evidence(text)
-        if lying is None:
+        published_state = read_evidence(text)
+        if published_state is None:
             check_strangers(self.publication.repo_id, files.keys() - {EVIDENCE}, bad=bool(text))
-        return _Revision(commit, files, lying)
+        return _Revision(commit, files, published_state)
 
     # ------------------------------------------------------------------ the branch
     def _on_branch(self, branch: str, refs: Mapping[str, str], main: _Revision) -> str:
@@ -210,19 +217,19 @@ class _Publishing:
         if at is None:
             self._nothing_to_update(branch)
             self.hub.create_branch(branch, main.commit)
-        commit = self._bring(branch, main if at is None else self._read(at))
-        if moves_main(main.lying, self.publication, self.config):
-            self._bring("main", main)
+        commit = self._upload_files(branch, main if at is None else self._read(at))
+        if moves_main(main.published_state, self.publication, self.config):
+            self._upload_files("main", main)
         return commit
 
     def _tagged(self, tag: str, refs: Mapping[str, str], main: _Revision) -> str:
         aside = f"refiner-{tag}"
-        if moves_main(main.lying, self.publication, self.config):
-            commit = self._bring("main", main)
+        if moves_main(main.published_state, self.publication, self.config):
+            commit = self._upload_files("main", main)
         else:
             commit = self._aside(aside, tag, refs, main)
         self._move_tag(tag, refs.get(f"tags/{tag}"), commit)
-        if f"heads/{aside}" in refs or self.made_aside:
+        if f"heads/{aside}" in refs or self.on_side_branch:
             self.hub.delete_branch(aside)
         return commit
 
@@ -231,16 +238,18 @@ class _Publishing:
         tagged, at = main, refs.get(f"heads/{branch}")
         if (tag_at := refs.get(f"tags/{tag}")) is not None:
             tagged = self._read(tag_at)
-            if not any(self._difference(tagged)) and holds(tagged.lying, self.publication):
-                self.evidence = tagged.lying
+            if not any(self._difference(tagged)) and holds(
+                tagged.published_state, self.publication
+            ):
+                self.evidence = tagged.published_state
                 return tagged.commit
         elif at is None:  # it outlives a tag that is deleted to be moved
             self._nothing_to_update(tag)
-        self.made_aside = True
+        self.on_side_branch = True
         if at is not None:
-            return self._bring(branch, self._read(at))
+            return self._upload_files(branch, self._read(at))
         self.hub.create_branch(branch, tagged.commit)
-        return self._bring(branch, tagged)
+        return self._upload_files(branch, tagged)
 
     def _nothing_to_update(self, revision: str) -> None:
         if self.publication.only_these:
@@ -253,15 +262,15 @@ class _Publishing:
             self.hub.delete_tag(tag)
         self.hub.create_tag(tag, commit)
         if self.hub.refs().get(f"tags/{tag}") != commit:
-            raise Moved(f"the tag {tag} points elsewhere")
+            raise RevisionConflict(f"the tag {tag} points elsewhere")
 
     # ------------------------------------------------------------------ sending
-    def _bring(self, branch: str, before: _Revision) -> str:
+    def _upload_files(self, branch: str, before: _Revision) -> str:
         """A verified commit on ``branch`` with the publication."""
         publication = self.publication
         if publication.only_these:
-            check_update(before.lying, publication, f"{publication.repo_id}@{branch}")
-        self.evidence = before.lying
+            check_update(before.published_state, publication, f"{publication.repo_id}@{branch}")
+        self.evidence = before.published_state
         wanted, gone = self._difference(before)
         if not wanted:  # removed files change the evidence file too
             return before.commit
@@ -282,9 +291,9 @@ class _Publishing:
         """Files to send, and names of our files that are no longer part of it."""
         publication = self.publication
         wanted = [f for f in publication.files if not _same(there.files.get(f.name), f)]
-        if publication.only_these or there.lying is None:
+        if publication.only_these or there.published_state is None:
             return wanted, []
-        obsolete = there.lying.names - {f.name for f in publication.files}
+        obsolete = there.published_state.names - {f.name for f in publication.files}
         return wanted, sorted(obsolete & there.files.keys())
 
     def _send(self, branch: str, parent: str, wanted: list[FileToPublish], gone: list[str]) -> str:
@@ -297,7 +306,7 @@ class _Publishing:
         while True:
             try:
                 return self.hub.commit(branch, parent, todo, self.publication.message)
-            except Rejected as rejected:
+            except UploadError as rejected:
                 _check_sources(wanted, by_hash=True)  # else the transfer damaged them
                 sends += 1
                 if sends == SENDS:
@@ -308,8 +317,8 @@ class _Publishing:
                     ) from None
                 self.hub.pause(sends, str(rejected))
 
-    def _published(self, revision: str, commit: str) -> Published:
-        return Published(
+    def _published(self, revision: str, commit: str) -> PublishedFiles:
+        return PublishedFiles(
             where="hub",
             target=self.hub.address(revision),
             revision=revision,

@@ -9,7 +9,7 @@ Jobs of this machine are processes in sessions of their own: workers outlive the
 neither Ctrl-C in its terminal nor its end reaches them. Liveness is judged from processes. If the
 orchestrator is killed before it has recorded a job, the next one gives the attempt up, and the
 worker, which has to take the attempt first, finds that and exits. Jobs that only move bytes, or
-evaluate while training continues, give way to the trainer (:mod:`infra.jobs.give_way`).
+evaluate while training continues, give way to the trainer (:mod:`infra.jobs.niceness`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.host.processes import ProcessId, environment, start_apart
-from infra.jobs import give_way
-from infra.jobs.failures import classify_silent_end
-from infra.jobs.protocol import (
+from infra.jobs import niceness
+from infra.jobs.dispatcher import (
     AttemptRef,
     Dispatcher,
     JobRequest,
-    JobSight,
+    JobStatus,
     OpenAttempt,
     Sight,
     WorkerCommand,
     job_settings,
     tail_of,
 )
+from infra.jobs.failures import classify_silent_end
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
@@ -43,7 +43,7 @@ from refiner_core.contract.planned import PlannedStage
 
 
 class LocalDispatcher:
-    """Runs jobs as processes of this host; see :class:`~infra.jobs.protocol.Dispatcher`."""
+    """Runs jobs as processes of this host; see :class:`~infra.jobs.dispatcher.Dispatcher`."""
 
     executor = "local"
 
@@ -72,7 +72,7 @@ class LocalDispatcher:
         paths = self.workspace.layout.attempt(request.stage_id, request.attempt)
         command = self.worker.arguments(request)
         if request.nice:
-            command = [self.worker.python, "-P", give_way.__file__, str(request.nice), *command]
+            command = [self.worker.python, "-P", niceness.__file__, str(request.nice), *command]
         settings = job_settings(request.threads, request.code)
         visible = {"CUDA_VISIBLE_DEVICES": _visible_gpus(request.resources.gpus)}
         with paths.printed.open("ab") as printed:
@@ -83,7 +83,7 @@ class LocalDispatcher:
 
     # ------------------------------------------------------------ observing and stopping
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """``live`` while the worker runs on this host, ``dead`` when it is certain that it does
         not, else ``unknown`` (another host, or not submitted yet)."""
         sights: dict[AttemptRef, Sight] = {}
@@ -97,17 +97,19 @@ class LocalDispatcher:
             if (code := child.poll()) is not None:
                 self._codes[ref] = code
                 del self._children[ref]
-        return {a.ref: self._look_at(a, sights[a.ref]) for a in attempts}
+        return {a.ref: self._query(a, sights[a.ref]) for a in attempts}
 
-    def _look_at(self, attempt: OpenAttempt, sight: Sight) -> JobSight:
+    def _query(self, attempt: OpenAttempt, job_status: Sight) -> JobStatus:
         here = ProcessId.parse(attempt.attempt.owner).here
-        if sight != "dead":
-            return JobSight(sight, local=here)
+        if job_status != "dead":
+            return JobStatus(job_status, local=here)
         code = max(0, self._codes.get(attempt.ref, 0))  # below 0: by a signal
         # What the worker printed last; earlier versions started it through submitit.
         paths = self.workspace.layout.attempt(*attempt.ref)
         printed = tail_of([paths.printed]) or tail_of(sorted(paths.submitit.glob("*_log.err")))
-        return JobSight(sight, local=here, end=classify_silent_end(attempt.begun, printed, code))
+        return JobStatus(
+            job_status, local=here, end=classify_silent_end(attempt.begun, printed, code)
+        )
 
     def stop(self, attempt: OpenAttempt) -> bool:
         """SIGTERM to the worker alone, so that it can save."""
@@ -172,7 +174,7 @@ def gives_way(plan: Plan, stage: PlannedStage) -> bool:
 
 @dataclass
 class Router:
-    """Several dispatchers as one; see :class:`~infra.jobs.protocol.Dispatcher` for the methods.
+    """Several dispatchers as one; see :class:`~infra.jobs.dispatcher.Dispatcher` for the methods.
 
     Parameters
     ----------
@@ -193,10 +195,10 @@ class Router:
         for stage in stages:
             self.dispatchers[self.executor_for(stage)].check(stage)
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """All attempts, with one query per dispatcher. Jobs of an executor that this call does not
         have are ``unknown``."""
-        seen: dict[AttemptRef, JobSight] = {}
+        seen: dict[AttemptRef, JobStatus] = {}
         for executor in dict.fromkeys(a.attempt.executor for a in attempts):
             members = [a for a in attempts if a.attempt.executor == executor]
             reason = f"its state is visible only to calls with dispatch.executor={executor}"
@@ -205,7 +207,7 @@ class Router:
             if executor in self.dispatchers:
                 seen |= self.dispatchers[executor].look(members)
             else:
-                seen |= {a.ref: JobSight("unknown", reason=reason) for a in members}
+                seen |= {a.ref: JobStatus("unknown", reason=reason) for a in members}
         return seen
 
     def stop(self, attempt: OpenAttempt) -> bool:
@@ -247,7 +249,7 @@ def make_router(config: DispatchConfig, workspace: Workspace, *, adopt: bool = T
     return Router({"local": local, "slurm": slurm}, profile.executor_for)
 
 
-def router_to_look(config: DispatchConfig, workspace: Workspace) -> Router:
+def read_only_router(config: DispatchConfig, workspace: Workspace) -> Router:
     """Like :func:`make_router`, for read-only callers (plan, status): never refuses. If Slurm does
     not answer, its jobs are ``unknown``."""
     try:

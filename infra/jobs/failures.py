@@ -1,9 +1,9 @@
 """Failures: the reasons why attempts end, and their consequences.
 
 In: the exception that ended a worker, or the traces of a process that ended without an outcome.
-Out: an :class:`Outcome` of a failure class. One table (:data:`CLASSES`) has the remedy of every
-class, and the exit code of `refiner` when no attempt is left. The number of retries is set in the
-recipe (``dispatch.retries``).
+Out: an :class:`AttemptOutcome` of a failure class. One table (:data:`CLASSES`) has the remedy of
+every class, and the exit code of `refiner` when no attempt is left. The number of retries is set in
+the recipe (``dispatch.retries``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 from infra.store.atomic import chain_of, is_no_space, says_no_space
 from refiner_core.contract import errors
 from refiner_core.contract.config import RetryConfig
-from refiner_core.contract.records import Attempt, Decision, FailureClass, Outcome
+from refiner_core.contract.records import Attempt, AttemptOutcome, Decision, FailureClass
 from refiner_core.contract.types import ViewState
 
 #: Messages in records are for tables; the whole traceback is in the log.
@@ -147,14 +147,16 @@ _BY_TEXT: tuple[tuple[FailureClass, tuple[str, ...]], ...] = (
 _EXIT_STATUS = re.compile(r"returned non-zero exit status (\d+)")
 
 
-def outcome_of(failure: FailureClass, message: str = "", exit_code: int | None = None) -> Outcome:
+def outcome_of(
+    failure: FailureClass, message: str = "", exit_code: int | None = None
+) -> AttemptOutcome:
     """The outcome of a class, with its decision and exit code from the table."""
     rule = CLASSES[failure]
     code = rule.exit_code if exit_code is None else exit_code
-    return Outcome(failure, rule.decision, message[:MESSAGE_LIMIT], code)
+    return AttemptOutcome(failure, rule.decision, message[:MESSAGE_LIMIT], code)
 
 
-def classify(error: BaseException, folder: Path | None = None) -> Outcome:
+def classify(error: BaseException, folder: Path | None = None) -> AttemptOutcome:
     """The outcome that an exception in a worker (or a launch) means.
 
     ``folder`` is where the attempt writes; it is probed if the exception reports only that a write
@@ -174,7 +176,7 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
             expected="permission to read and write there",
             fix="correct the permissions, or name another place, and run the same command again",
         )
-        return Outcome("bug", "stop", _message(error), errors.WorkspaceError.exit_code)
+        return AttemptOutcome("bug", "stop", _message(error), errors.WorkspaceError.exit_code)
     # Errors that libraries report only in words: by the class's name, and by the message.
     named: FailureClass | None = (
         "gpu_out_of_memory" if type(error).__name__ == "OutOfMemoryError" else None
@@ -184,7 +186,7 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
     if isinstance(error, errors.ScriptFailed):
         return outcome_of("bug", _message(error), error.exit_code)
     if isinstance(error, errors.StageFailed | errors.WorkspaceError):
-        return Outcome("bug", "stop", _message(error), error.exit_code)
+        return AttemptOutcome("bug", "stop", _message(error), error.exit_code)
     if isinstance(error, _STATIC):
         return replace(outcome_of("bug", _message(error)), decision="stop")
     return outcome_of("bug", _message(error))
@@ -206,7 +208,7 @@ def class_of_text(text: str) -> FailureClass | None:
     return next((kind for kind, texts in _BY_TEXT if any(t in lowered for t in texts)), None)
 
 
-def detailed(outcome: Outcome, error: BaseException, step: int | None) -> Outcome:
+def detailed(outcome: AttemptOutcome, error: BaseException, step: int | None) -> AttemptOutcome:
     """The outcome with the facts that identify the failure: step, traceback, errno.
 
     A bug before the first step is quick to reproduce: it is not retried.
@@ -282,7 +284,9 @@ def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:
     return budget < 0 or spent <= budget
 
 
-def classify_silent_end(started: bool, printed: str, exit_code: int | None = None) -> Outcome:
+def classify_silent_end(
+    started: bool, printed: str, exit_code: int | None = None
+) -> AttemptOutcome:
     """The outcome of a job that is gone and has recorded none itself.
 
     ``started``: its worker took the attempt; ``printed``: the job's output before the worker

@@ -43,7 +43,7 @@ _EARLY_S = 60.0
 _NO_TIME = (None, "", "None", "Unknown", "N/A")
 
 
-class Why(NamedTuple):
+class StopReason(NamedTuple):
     """Reason why a job was asked to stop, or ended.
 
     ``comes_back``: the scheduler has requeued the job, and it will continue by itself.
@@ -138,7 +138,7 @@ def why_stopped(
     number: int | None,
     asked: Mapping[str, Any] | None,
     ask: Ask = ask_scheduler,
-) -> Why:
+) -> StopReason:
     """Reason why a worker that ends on request was asked to end.
 
     Parameters
@@ -155,10 +155,10 @@ def why_stopped(
     if asked is not None:
         cancelled = asked.get("failure") == "cancelled"
         reason = str(asked.get("reason", "stopped on request"))
-        return Why("cancelled" if cancelled else "interrupted", reason)
+        return StopReason("cancelled" if cancelled else "interrupted", reason)
     name = signal.Signals(number).name if number is not None else "a request"
     if job is None:
-        return Why("interrupted", f"stopped by {name}")
+        return StopReason("interrupted", f"stopped by {name}")
     facts = job_facts(ask(("scontrol", "show", "job", "-o", job.id)), job.id)
     if int(facts.get("Restarts") or 0) > job.restart:
         # Slurm forgets PreemptTime when it requeues, before the signal arrives.
@@ -181,17 +181,19 @@ def job_facts(text: str, job_id: str) -> dict[str, str]:
     return {}
 
 
-def _why(number: int | None, facts: Mapping[str, str]) -> Why:
+def _why(number: int | None, facts: Mapping[str, str]) -> StopReason:
     state = facts.get("JobState", "")
     if facts.get("PreemptTime") not in _NO_TIME or state == "PREEMPTED":
-        return Why("preempted", "Slurm preempts the job")
+        return StopReason("preempted", "Slurm preempts the job")
     if state == "NODE_FAIL":
-        return Why("node_failure", "the node failed")
+        return StopReason("node_failure", "the node failed")
     if state in ("TIMEOUT", "DEADLINE") or _time_is_up(number, facts):
-        return Why("time_limit", f"the job's time limit ({facts.get('TimeLimit', '?')}) is near")
+        return StopReason(
+            "time_limit", f"the job's time limit ({facts.get('TimeLimit', '?')}) is near"
+        )
     if state in ("CANCELLED", "COMPLETING"):  # it still runs, so it is ended from outside
-        return Why("cancelled", "the job was cancelled (scancel)")
-    return Why("interrupted", "stopped on request")
+        return StopReason("cancelled", "the job was cancelled (scancel)")
+    return StopReason("interrupted", "stopped on request")
 
 
 def _time_is_up(number: int | None, facts: Mapping[str, str]) -> bool:
@@ -223,25 +225,27 @@ def _seconds(text: str) -> float | None:
 # ---------------------------------------------------------------- after a restart
 
 #: States of a start after which the scheduler restarts a job.
-_ENDS: Mapping[str, Why] = {
-    "PREEMPTED": Why("preempted", "Slurm preempted the job"),
-    "REQUEUED": Why("preempted", "Slurm put the job back into its queue"),
-    "NODE_FAIL": Why("node_failure", "the node failed"),
-    "BOOT_FAIL": Why("node_failure", "the node failed"),
-    "TIMEOUT": Why("time_limit", "the job's time limit was reached"),
+_ENDS: Mapping[str, StopReason] = {
+    "PREEMPTED": StopReason("preempted", "Slurm preempted the job"),
+    "REQUEUED": StopReason("preempted", "Slurm put the job back into its queue"),
+    "NODE_FAIL": StopReason("node_failure", "the node failed"),
+    "BOOT_FAIL": StopReason("node_failure", "the node failed"),
+    "TIMEOUT": StopReason("time_limit", "the job's time limit was reached"),
 }
 
 
-def why_restarted(job: SlurmJob, ask: Ask = ask_scheduler) -> Why:
+def why_restarted(job: SlurmJob, ask: Ask = ask_scheduler) -> StopReason:
     """Reason why the scheduler has restarted this job: accounting's state of its last start.
 
     Without accounting the reason is lost; then it counts as a preemption.
     """
-    why = _end_of_start(job, job.restart - 1, ask) or Why("preempted", "the job ended")
-    return Why(why.failure, f"{why.message}; Slurm has started it again (restart {job.restart})")
+    why = _end_of_start(job, job.restart - 1, ask) or StopReason("preempted", "the job ended")
+    return StopReason(
+        why.failure, f"{why.message}; Slurm has started it again (restart {job.restart})"
+    )
 
 
-def _end_of_start(job: SlurmJob, start: int, ask: Ask) -> Why | None:
+def _end_of_start(job: SlurmJob, start: int, ask: Ask) -> StopReason | None:
     """End of the job's start number ``start`` (from 0); None if accounting does not have it, or not
     yet. It keeps one line for each, oldest first."""
     name = job.array_id or job.id
@@ -312,7 +316,7 @@ def attempt_to_run(
     lives = holder is not None and (not holder.here or holder.alive)
     if attempt is None or (attempt.outcome is None and lives):
         raise _nothing_to_do(stage_id, newest, "another process of this job works on it")
-    if workspace.stop_asked(stage_id, newest) is not None:
+    if workspace.stop_requested_by(stage_id, newest) is not None:
         raise _nothing_to_do(stage_id, newest, "it was asked to stop")
     if attempt.outcome is None:
         _close(workspace, stage_id, newest, job, ask)

@@ -47,7 +47,7 @@ from infra.judgements.segments import (
     is_segment,
     list_segments,
 )
-from infra.store.atomic import Complaints
+from infra.store.atomic import WarningLog
 from refiner_core.contract.types import StoredJudgement
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def decode(raw: bytes) -> tuple[Array, int]:
     return records[places], (int(places[-1]) + 1) * RECORD_BYTES if len(places) else 0
 
 
-class Table:
+class JudgementIndex:
     """The index of known judgements. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Table:
 class _Reader:
     """Reads the files of a folder except ``mine``. Not thread-safe."""
 
-    def __init__(self, folder: Path, mine: Set[str], complaints: Complaints) -> None:
+    def __init__(self, folder: Path, mine: Set[str], complaints: WarningLog) -> None:
         self._folder, self._mine, self._complaints = folder, mine, complaints
         self._read_to: dict[str, int] = {}
 
@@ -146,7 +146,7 @@ class _Reader:
         try:
             names = [name for name in names_in(self._folder) if is_segment(name)]
         except OSError as error:
-            self._complaints.say("folder", "stored judgements cannot be read: %s", error)
+            self._complaints.print_line("folder", "stored judgements cannot be read: %s", error)
             return
         for name in names:
             try:
@@ -156,7 +156,7 @@ class _Reader:
                 continue  # deleted
             except OSError as error:
                 text = "stored judgements are skipped: %s"
-                self._complaints.say(f"read {error.errno}", text, error)
+                self._complaints.print_line(f"read {error.errno}", text, error)
         self._read_to = {name: at for name, at in self._read_to.items() if name in names}
 
     def _added(self, path: Path) -> Iterator[Array]:
@@ -172,7 +172,7 @@ class _Reader:
                 if file.read(HEADER_BYTES)[:_COMPARED] != HEADER[:_COMPARED]:
                     at = sys.maxsize
                     text = "%s is not used: it is not a file of judgements of version %d"
-                    self._complaints.say("format", text, path, VERSION)
+                    self._complaints.print_line("format", text, path, VERSION)
             while size - at >= RECORD_BYTES:
                 file.seek(at)
                 raw = file.read(min(_CHUNK_BYTES, size - at))
@@ -184,7 +184,7 @@ class _Reader:
                     passed = len(raw) - len(raw) % RECORD_BYTES
                 if damaged := passed // RECORD_BYTES - len(found):
                     text = "%d stored judgements in %s are damaged and skipped"
-                    self._complaints.say("damage", text, damaged, path)
+                    self._complaints.print_line("damage", text, damaged, path)
                 at += passed
                 yield found
                 if is_end or not passed:
@@ -192,7 +192,7 @@ class _Reader:
         self._read_to[path.name] = at
 
 
-def keep_small(new: Path, limit_bytes: int, complaints: Complaints) -> None:
+def keep_small(new: Path, limit_bytes: int, complaints: WarningLog) -> None:
     """Remove the oldest segments until the folder of ``new``, which was just started, is within its
     limits. Never raises: failures are logged once."""
     segments = list_segments(new.parent)
@@ -205,7 +205,9 @@ def keep_small(new: Path, limit_bytes: int, complaints: Complaints) -> None:
                 path.unlink(missing_ok=True)
                 total, count = total - size, count - 1
         except OSError as error:  # another user's file, in a protected folder
-            complaints.say("upkeep", "the store of judgements cannot be kept small: %s", error)
+            complaints.print_line(
+                "upkeep", "the store of judgements cannot be kept small: %s", error
+            )
 
 
 _LONGEST_WAIT_S = 0.2
@@ -234,14 +236,14 @@ class WorkspaceStore:
     def __init__(self, folder: Path, *, writer: str, limit_bytes: int) -> None:
         segment = limit_bytes // _SEGMENTS_IN_LIMIT
         segment = min(max(segment, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
-        self._folder, self._complaints = folder, Complaints()
+        self._folder, self._complaints = folder, WarningLog()
 
         def on_new(path: Path) -> None:
             keep_small(path, limit_bytes - segment, self._complaints)
 
         self._writer = SegmentWriter(folder, writer, segment, on_new)
         self._reader = _Reader(folder, self._writer.mine, self._complaints)
-        self._table, self._waiting = Table(), bytearray()
+        self._table, self._waiting = JudgementIndex(), bytearray()
         self._looked_at = self._try_again_at = -1e9
         self._thread: threading.Thread | None = None
         # Always taken in this order. Only the last one is held during fast operations alone.
@@ -328,7 +330,7 @@ class WorkspaceStore:
 
     def _trouble(self, error: OSError) -> None:
         self._try_again_at = time.monotonic() + _TRY_AGAIN_S
-        self._complaints.say(
+        self._complaints.print_line(
             "write",
             "judgements are stored in memory only for now, and would be repeated after a crash: "
             "%s cannot be written to (%s)",

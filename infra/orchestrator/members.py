@@ -3,8 +3,8 @@
 A :class:`Member` is a whole run, a trial of a sweep, or one checkpoint of a night. Each has its own
 event log, leases of servers and views, the same however many are worked on together. A log has one
 writer, the process that works on the run. Neither the log nor the orchestrator's file decides
-anything, so a failed write is logged and the work continues. A :class:`Source` gives the members:
-those of a run and of a night at once; a sweep admits its trials
+anything, so a failed write is logged and the work continues. A :class:`MemberSource` gives the
+members: those of a run and of a night at once; a sweep admits its trials
 (:mod:`flows.sweeping.admission`).
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.reconcile import StopWish, stages_by_id
 from infra.orchestrator.waiting import Outage, with_patience
-from infra.store.atomic import Complaints
-from infra.store.checkpoints import Holds
+from infra.store.atomic import WarningLog
+from infra.store.checkpoints import RetainedCheckpoints
 from infra.store.orchestrators import CallLeases, take_up
 from infra.store.provenance import require_snapshot
 from infra.store.workspace import Workspace, now_text
@@ -31,7 +31,7 @@ from refiner_core.contract.types import StageView
 log = logging.getLogger(__name__)
 
 
-class Diary:
+class EventLog:
     """The event log of one call, and its orchestrator's file.
 
     Parameters
@@ -42,7 +42,7 @@ class Diary:
 
     def __init__(self, workspace: Workspace, run: str) -> None:
         self._workspace, self._run = workspace, run
-        self._complaints = Complaints()
+        self._complaints = WarningLog()
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Add a line to the run's event log, from any thread."""
@@ -52,7 +52,7 @@ class Diary:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"at": now_text(), **event}) + "\n")
         except OSError as error:
-            self._complaints.say("log", "the event log cannot be written: %s", error)
+            self._complaints.print_line("log", "the event log cannot be written: %s", error)
 
     def write_orchestrator(self, state: str, exit_code: int | None) -> None:
         """Record that this process works on the run, for `refiner status`, `cancel`, `resume`."""
@@ -70,7 +70,7 @@ def stage_event(view: StageView) -> dict[str, Any]:
     return {"event": "stage", **said, **picked(view, "state", "attempt", "message")}
 
 
-class Member(Diary):
+class Member(EventLog):
     """One of the runs of an orchestrator.
 
     Parameters
@@ -98,7 +98,7 @@ class Member(Diary):
         self.planned = {stage.id: stage for stage in plan.stages}
         self.stages, self.given = stages_by_id(plan)
         self.ids = frozenset((*self.stages, *self.given))
-        self.holds = Holds(plan, workspace.layout)
+        self.holds = RetainedCheckpoints(plan, workspace.layout)
         self.leases = CallLeases(workspace, run.run, clock)
         self.outage = Outage(plan.config.dispatch.poll_s, clock, self.note)
         #: What was done when it began; None before the first round.
@@ -156,20 +156,20 @@ class Member(Diary):
                 self.note(stage_event(view))
         return all(view.terminal for view in views.values())
 
-    def hear_cancel(self, asked: Mapping[str, Any], grace_s: float) -> list[str]:
+    def handle_cancel(self, asked: Mapping[str, Any], grace_s: float) -> list[str]:
         """Note a request to cancel the run, or stages of it; names of those that are new."""
         reason = f"cancelled by {asked.get('by', 'an unknown user')}"
-        wish = StopWish(reason, "cancelled", grace_s, everybody=True)
+        stop_request = StopWish(reason, "cancelled", grace_s, everybody=True)
         names = asked.get("stages") or list(self.plan.by_name)
         wanted = [s for s in self.plan.stages if s.name in names or s.id in names]
         new = {s.id: s.name for s in wanted if s.id not in self.cancelled}
-        self.cancelled |= dict.fromkeys(new, wish)
+        self.cancelled |= dict.fromkeys(new, stop_request)
         if new:
             self.note({"event": "cancel", "reason": reason, "stages": list(new.values())})
         return list(new.values())
 
 
-class Source:
+class MemberSource:
     """Gives members to an orchestrator and is notified of their ends. This one gives all of them at
     the beginning, and an error of one of them ends the call.
 

@@ -1,7 +1,7 @@
 """Observes attempts: which run, are gone, or hang; and forecasts what a run would do now.
 
 In: a workspace and a router of dispatchers. Out: records and
-:class:`~infra.orchestrator.reconcile.Observed`, read in a consistent order (a record is read
+:class:`~infra.orchestrator.reconcile.Observation`, read in a consistent order (a record is read
 *after* its attempt was seen dead, so its outcome is in it).
 
 Whether a job lives is taken from process or scheduler. Whether it works is taken from its
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from infra.host.processes import ProcessId
-from infra.jobs.dispatch import Router, router_to_look
+from infra.jobs.dispatch import Router, read_only_router
+from infra.jobs.dispatcher import AttemptRef, JobStatus, OpenAttempt, Sight
 from infra.jobs.failures import classify_silent_end, outcome_of
-from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt, Sight
-from infra.orchestrator.reconcile import Observed, Seen
-from infra.orchestrator.waiting import Trouble
+from infra.orchestrator.reconcile import AttemptStatus, Observation
+from infra.orchestrator.waiting import CollectedErrors
 from infra.store.orchestrators import LOST_AFTER_S
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
@@ -62,11 +62,11 @@ class Observer:
         self._last: dict[str, StageRecord] = {}
         self._ready: set[tuple[str, int]] = set()
         self.open: dict[str, OpenAttempt] = {}
-        self.sights: dict[AttemptRef, JobSight] = {}
+        self.sights: dict[AttemptRef, JobStatus] = {}
 
     def look(
-        self, stage_ids: Iterable[str], trouble: Trouble[str] | None = None
-    ) -> tuple[dict[str, StageRecord], Observed]:
+        self, stage_ids: Iterable[str], trouble: CollectedErrors[str] | None = None
+    ) -> tuple[dict[str, StageRecord], Observation]:
         """Records of the stages that have one, and the state of their newest attempts.
 
         Values for a stage that ``trouble`` names afterwards are not valid.
@@ -76,7 +76,7 @@ class Observer:
         OSError, WorkspaceError
             A stage could not be observed, and there is no ``trouble`` to collect the error.
         """
-        errors = Trouble[str]() if trouble is None else trouble
+        errors = CollectedErrors[str]() if trouble is None else trouble
         records: dict[str, StageRecord] = {}
         self.open = {}
         for stage_id in dict.fromkeys(stage_ids):
@@ -91,13 +91,13 @@ class Observer:
             attempts = [a for a in self.open.values() if a.attempt.executor == executor]
             with errors.at(*(a.ref.stage_id for a in attempts)):
                 self.sights |= self.router.look(attempts)
-        seen: dict[str, Seen] = {}
+        seen: dict[str, AttemptStatus] = {}
         for stage_id, attempt in self.open.items():
             if attempt.ref not in self.sights:
                 continue
             with errors.at(stage_id):
                 look = self._see(attempt, self.sights[attempt.ref])
-                if look.sight != "live":
+                if look.job_status != "live":
                     records[stage_id] = self._read(stage_id) or records[stage_id]
                 record = records[stage_id]
                 if record.state == "claimed" and record.attempts[-1].number == attempt.ref.number:
@@ -112,7 +112,7 @@ class Observer:
                         self._ready.add(ref)
         if trouble is None:
             errors.raise_first()
-        return records, Observed(seen, ready=frozenset(self._ready))
+        return records, Observation(seen, ready=frozenset(self._ready))
 
     def forget(self, stage_ids: Collection[str]) -> None:
         """Forget stages that are no longer needed."""
@@ -143,38 +143,38 @@ class Observer:
             raise _vanished(path)
         return OpenAttempt(AttemptRef(stage_id, last.number), last, started)
 
-    def _see(self, attempt: OpenAttempt, job: JobSight) -> Seen:
+    def _see(self, attempt: OpenAttempt, job: JobStatus) -> AttemptStatus:
         number, started = attempt.ref.number, attempt.started
         both = job.state and job.reason
         note = f"{job.state} ({job.reason})" if both else job.state or job.reason
         if started is not None and not attempt.begun:
-            return Seen(number, "dead", job.local, job.end, note)
-        sight = self._sight(attempt, job)
+            return AttemptStatus(number, "dead", job.local, job.end, note)
+        job_status = self._status_of(attempt, job)
         end = job.end
-        if sight == "dead" and end is None and self._is_mine(attempt) and started is None:
+        if job_status == "dead" and end is None and self._is_mine(attempt) and started is None:
             end = outcome_of("system_outage", "claimed, but its job could not be submitted")
-        if sight == "dead" and end is None:
+        if job_status == "dead" and end is None:
             end = classify_silent_end(started is not None, "")
-        return Seen(number, sight, job.local, end, note, job.held, job.running)
+        return AttemptStatus(number, job_status, job.local, end, note, job.held, job.running)
 
-    def _sight(self, attempt: OpenAttempt, job: JobSight) -> Sight:
+    def _status_of(self, attempt: OpenAttempt, job: JobStatus) -> Sight:
         owner = ProcessId.parse(attempt.attempt.owner)
         submitted = attempt.attempt.job_id is not None or attempt.started is not None
         if not submitted and owner.here:
             mine = self._is_mine(attempt)  # and this process does not submit while it observes
-            if owner.alive and not mine and job.sight in ("unknown", "dead"):
+            if owner.alive and not mine and job.job_status in ("unknown", "dead"):
                 return "live"  # it is being submitted
-            if job.sight == "unknown" and attempt.attempt.executor == "local":
+            if job.job_status == "unknown" and attempt.attempt.executor == "local":
                 return "dead"  # claimed; its claimer died or failed before submitting it
-        if job.sight == "dead":
+        if job.job_status == "dead":
             # A worker that has started may be alive, whatever the scheduler reports of its job.
             silent = (
                 self._silent_s(attempt) if job.lost and attempt.started is not None else (inf, inf)
             )
             return "unknown" if silent is None or silent[0] < LOST_AFTER_S else "dead"
-        if job.sight == "unknown" and attempt.attempt.executor != "local":
+        if job.job_status == "unknown" and attempt.attempt.executor != "local":
             return "unknown"  # it may queue; a scheduler that does not answer cannot end it either
-        if job.sight == "live" and not job.running:
+        if job.job_status == "live" and not job.running:
             self._forget(attempt.ref)  # queued or suspended: it owes no sign of life
             return "live"
         heart, progress = self._silent_s(attempt) or (0.0, 0.0)
@@ -236,7 +236,7 @@ def _lacks(record: StageRecord, before: StageRecord) -> bool:
 PlannedAction = Literal["run", "skip", "reattach"]
 
 
-class StageForecast(NamedTuple):
+class ActionForecast(NamedTuple):
     """Forecast of a run's action on a stage."""
 
     stage: PlannedStage
@@ -244,24 +244,24 @@ class StageForecast(NamedTuple):
     reason: str
 
 
-def observe_actions(plan: Plan, workspace: Workspace) -> list[StageForecast]:
+def observe_actions(plan: Plan, workspace: Workspace) -> list[ActionForecast]:
     """Forecast a run of the plan, stage by stage; read only."""
     found = observe_stages([plan], workspace)
     return [found[stage.id] for stage in plan.stages]
 
 
-def observe_stages(plans: Sequence[Plan], workspace: Workspace) -> dict[str, StageForecast]:
+def observe_stages(plans: Sequence[Plan], workspace: Workspace) -> dict[str, ActionForecast]:
     """Forecast runs of several plans, each stage once, by id; read only.
 
     With many plans, the reason of a stage that never ran does not name the nearest recorded stage:
     that would take a comparison with all of them for each.
     """
     settings = plans[0].config.dispatch
-    observer = Observer(workspace, router_to_look(settings, workspace), settings)
+    observer = Observer(workspace, read_only_router(settings, workspace), settings)
     stages = {stage.id: stage for plan in plans for stage in plan.stages}
     there = set(workspace.stage_ids())
     records, observed = observer.look(i for i in stages if i in there)
-    found: dict[str, StageForecast] = {}
+    found: dict[str, ActionForecast] = {}
     for stage in stages.values():
         record, seen = records.get(stage.id), observed.attempts.get(stage.id)
         if record is not None and record.result is not None:
@@ -269,15 +269,15 @@ def observe_stages(plans: Sequence[Plan], workspace: Workspace) -> dict[str, Sta
             damage = workspace.output_damage(stage.id)
             but = f", but {damage}: delete {workspace.layout.stage(stage.id).control} to redo it"
             reason = f"done on {made} UTC{but if damage else ''}"
-            found[stage.id] = StageForecast(stage, "skip", reason)
-        elif record is not None and seen is not None and seen.sight in ("live", "hung"):
+            found[stage.id] = ActionForecast(stage, "skip", reason)
+        elif record is not None and seen is not None and seen.job_status in ("live", "hung"):
             job = record.attempts[-1].job_id or "not submitted yet"
             how = "runs" if seen.running else "queues"
             reason = f"attempt {seen.number} {how} (job {job})"
-            found[stage.id] = StageForecast(stage, "reattach", reason)
+            found[stage.id] = ActionForecast(stage, "reattach", reason)
         elif not is_service(stage.id):
             why = _why_run(stage, record, workspace, compare=len(plans) == 1)
-            found[stage.id] = StageForecast(stage, "run", why)
+            found[stage.id] = ActionForecast(stage, "run", why)
     for service in [s for s in stages.values() if s.id not in found]:
         # A server runs while a stage uses it.
         asking = (
@@ -290,7 +290,7 @@ def observe_stages(plans: Sequence[Plan], workspace: Workspace) -> dict[str, Sta
         action: PlannedAction = "run" if names else "skip"
         reason = f"serves {service.identity['serve.model']} to {', '.join(names)}"
         reason = reason if names else "not needed: all stages that use it are done"
-        found[service.id] = StageForecast(service, action, reason)
+        found[service.id] = ActionForecast(service, action, reason)
     return found
 
 

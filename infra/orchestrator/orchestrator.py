@@ -19,34 +19,34 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from infra.disk.keeper import DiskKeeper
+from infra.disk.manager import DiskManager
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
+from infra.jobs.dispatcher import AttemptRef, OpenAttempt
 from infra.jobs.failures import is_outage
-from infra.jobs.protocol import AttemptRef, OpenAttempt
-from infra.orchestrator.acting import Actor, cancelled_of, left_to, seen_by
-from infra.orchestrator.members import Member, Source
+from infra.orchestrator.executor import Executor, cancelled_of, left_to, observed_by
+from infra.orchestrator.members import Member, MemberSource
 from infra.orchestrator.observe import Observer
 from infra.orchestrator.reconcile import (
     PAUSES,
     Action,
+    AttemptStatus,
     Block,
+    CallRules,
     CloseAttempt,
-    Done,
     Fail,
+    Finish,
+    Idle,
     Launch,
-    Observed,
-    Policy,
+    Observation,
     Release,
-    Rest,
-    Seen,
     Serve,
     Wait,
     reconcile,
     union_of,
 )
 from infra.orchestrator.timeline import first_line
-from infra.orchestrator.waiting import Rooms, Trouble, not_before
+from infra.orchestrator.waiting import CollectedErrors, SpaceWaits, not_before
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted
@@ -74,7 +74,7 @@ def view_of(
     attempts = record.attempts if record is not None else ()
     result = record.result if record is not None else None
     last = attempts[-1] if attempts else None
-    if isinstance(action, Rest):
+    if isinstance(action, Idle):
         done_before = last is None or last.number <= ended_before
     report = {} if result is None else result.report
     state, message, exit_code = _state_of(action, report, last, owner, done_before)
@@ -134,9 +134,9 @@ def _state_of(
     """State, message and exit code."""
     over: ViewState = "skipped" if done_before else "done"
     match action:
-        case Done():
+        case Finish():
             return over, str(report.get("remark", "")), 0
-        case Rest():
+        case Idle():
             return over, "not needed now; it ends by itself" if action.live else "", 0
         case Fail():
             return action.state, action.outcome.message, action.outcome.exit_code or 1
@@ -178,7 +178,7 @@ class Orchestrator:
         Where members are recorded, and where jobs run.
     config
         The settings that the members share: ``dispatch`` and ``disk``.
-    keeper
+    disk_manager
         Tracks and frees disk space.
     clock
         Seconds, monotonic.
@@ -186,12 +186,12 @@ class Orchestrator:
 
     def __init__(
         self,
-        source: Source,
+        source: MemberSource,
         workspace: Workspace,
         router: Router,
         config: RecipeConfig,
         *,
-        keeper: DiskKeeper,
+        disk_manager: DiskManager,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.source, self.workspace, self.router = source, workspace, router
@@ -200,17 +200,19 @@ class Orchestrator:
         source.request_stop = self.request_stop
         self._settings, self._clock = config.dispatch, clock
         self._observer = Observer(workspace, router, self._settings, clock=clock)
-        self._keeper = keeper
-        self._rooms = Rooms(workspace, self._keeper, config.disk, clock, self._note_of_room)
+        self._disk_manager = disk_manager
+        self._space_waits = SpaceWaits(
+            workspace, self._disk_manager, config.disk, clock, self._note_of_space
+        )
         # The member that starts a stage and logs its events: the first one that has it.
         self._homes: dict[str, Member] = {}
-        self._actor = Actor(
-            *(workspace, router, self.owner, self.members, self._homes, self._rooms),
+        self._actor = Executor(
+            *(workspace, router, self.owner, self.members, self._homes, self._space_waits),
             *(self._settings.grace_s, clock),
         )
         self._ready_at: dict[AttemptRef, float] = {}  # when the next attempt may start
         self._records: dict[str, StageRecord] = {}
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, AttemptStatus] = {}
         self._open: dict[str, OpenAttempt] = {}
         self._ready: frozenset[tuple[str, int]] = frozenset()
         #: Stage id -> the newest attempt that had ended when its first member began.
@@ -253,7 +255,7 @@ class Orchestrator:
             The code of a run is gone or differs from its digest.
         """
         self.source.begin()
-        self.members += self.source.admit(self._actor.wish is not None)
+        self.members += self.source.admit(self._actor.stop_request is not None)
         self._round(act=False)
 
     def work(self, wait: Callable[[float], None]) -> None:
@@ -270,7 +272,9 @@ class Orchestrator:
     def step(self) -> bool:
         """One round: observe, decide, act. True when nothing is left to do."""
         self._round()
-        self.members += self.source.admit(self._actor.wish is not None)  # those that may begin
+        self.members += self.source.admit(
+            self._actor.stop_request is not None
+        )  # those that may begin
         over = not self.members and not self.source.more
         if over:
             self.source.end(None)
@@ -280,7 +284,9 @@ class Orchestrator:
         """Seconds until the next round is due."""
         if self.source.at_once:
             return 0.0
-        pauses = [m.outage.pause_s for m in self.members] if self._actor.wish is None else []
+        pauses = (
+            [m.outage.pause_s for m in self.members] if self._actor.stop_request is None else []
+        )
         look_s = min(self._look_s / _LOOK_SHARE, _LONGEST_S)
         return max(self._settings.poll_s, look_s, min(pauses, default=0.0))
 
@@ -310,7 +316,7 @@ class Orchestrator:
 
     def next_save_bytes(self) -> int:
         """Size of the largest save that runs now or comes next; 0 when nothing runs."""
-        return max((self._keeper.need_of(i) for i in list(self._open)), default=0)
+        return max((self._disk_manager.need_of(i) for i in list(self._open)), default=0)
 
     # ------------------------------------------------------------ the loop
 
@@ -328,13 +334,13 @@ class Orchestrator:
 
     def _round(self, act: bool = True) -> None:
         """Observe, decide, act and publish once for all members that no outage pauses."""
-        stops = self._actor.wish is not None
+        stops = self._actor.stop_request is not None
         due = [m for m in self.members if stops or not m.outage.pause_s]
-        trouble = Trouble[Member]()
+        trouble = CollectedErrors[Member]()
         began, self._look_s = time.thread_time(), 0.0
         for member in due:
             with trouble.at(member):
-                self._actor.hear(member)
+                self._actor.receive(member)
         with trouble.at(*due):
             self._look(due, trouble)
         sound = [m for m in due if m not in trouble]
@@ -347,7 +353,7 @@ class Orchestrator:
             self._look_s = time.thread_time() - began
             if act:
                 self._act(actions, sound, trouble)
-            errors = Trouble[str]()
+            errors = CollectedErrors[str]()
             self._actor.stop_jobs(due, self._seen, self._open, errors)
             _add_by_stage(errors, due, trouble)
         began = time.thread_time()
@@ -361,8 +367,8 @@ class Orchestrator:
                 self._wait_out(member, trouble[member])
         self._look_s += time.thread_time() - began
 
-    def _look(self, due: Collection[Member], trouble: Trouble[Member]) -> None:
-        errors = Trouble[str]()
+    def _look(self, due: Collection[Member], trouble: CollectedErrors[Member]) -> None:
+        errors = CollectedErrors[str]()
         ids = list(dict.fromkeys(i for m in due for i in (*m.given, *m.stages)))
         records, observed = self._observer.look(ids, errors)
         self._ready = observed.ready
@@ -388,13 +394,15 @@ class Orchestrator:
                 self._ended_before.setdefault(stage_id, 0)
                 continue
             last, seen = record.attempts[-1], self._seen.get(stage_id)
-            lives = last.outcome is None and seen is not None and seen.sight != "dead"
+            lives = last.outcome is None and seen is not None and seen.job_status != "dead"
             self._ended_before.setdefault(stage_id, last.number - 1 if lives else last.number)
             if last.outcome is not None and last.outcome.failure == "cancelled":
                 # Another call's work, cancelled by a user; not this call's.
                 self._ended_before[stage_id] = last.number
 
-    def _decide(self, sound: Collection[Member], trouble: Trouble[Member]) -> dict[str, Action]:
+    def _decide(
+        self, sound: Collection[Member], trouble: CollectedErrors[Member]
+    ) -> dict[str, Action]:
         done = {i for i, r in self._records.items() if r.result is not None}
         checkpoints: set[tuple[str, int]] = set()
         for member in sound:
@@ -402,30 +410,30 @@ class Orchestrator:
                 member.holds.keep(done)
                 checkpoints |= member.holds.there(done)
         ours = {i: r for i, r in self._records.items() if i in self._homes}
-        observed = Observed(
+        observed = Observation(
             self._seen,
-            short=self._rooms.short(ours),
+            short=self._space_waits.short(ours),
             checkpoints=frozenset(checkpoints),
             ready=self._ready,
         )
         now, began = self._clock(), self._ended_before
         pauses = not_before(self._records, began, self._ready_at, self._settings.backoff_s, now)
-        policy = Policy(
+        policy = CallRules(
             max_parallel=self._settings.max_parallel,
             retries=self._settings.retries,
-            stopping=self._actor.wish is not None,
+            stopping=self._actor.stop_request is not None,
             cancelled=frozenset(cancelled_of(self.members)),
             ended_before=self._ended_before,
             refused=self._actor.refused,
             now=now,
             not_before=pauses,
-            gave_up=self._rooms.gave_up(),
+            gave_up=self._space_waits.gave_up(),
             runs_local=lambda stage: self.router.executor_for(stage) == "local",
         )
         stages, given = union_of((m.stages, m.given) for m in sound)
         return reconcile(stages, given, self._records, observed, policy)
 
-    def _note_of_room(self, event: Mapping[str, Any]) -> None:
+    def _note_of_space(self, event: Mapping[str, Any]) -> None:
         for member in self.members:
             if event.get("stage_id") in member.ids:
                 member.note(event)
@@ -433,9 +441,12 @@ class Orchestrator:
     # ------------------------------------------------------------ acting
 
     def _act(
-        self, actions: Mapping[str, Action], sound: Collection[Member], trouble: Trouble[Member]
+        self,
+        actions: Mapping[str, Action],
+        sound: Collection[Member],
+        trouble: CollectedErrors[Member],
     ) -> None:
-        errors = Trouble[str]()
+        errors = CollectedErrors[str]()
         wanted = {i for i, a in actions.items() if isinstance(a, Serve) and a.wanted}
         for member in sound:
             with trouble.at(member):
@@ -446,7 +457,7 @@ class Orchestrator:
         for stage_id, action in actions.items():
             with errors.at(stage_id):
                 if isinstance(action, CloseAttempt):
-                    self._actor.close(self._rooms.minded(action), self._open[stage_id])
+                    self._actor.close(self._space_waits.minded(action), self._open[stage_id])
                 elif isinstance(action, Release):
                     limit = self._settings.retries.launch_failure
                     self._actor.release(action, self._open[stage_id], limit)
@@ -469,14 +480,14 @@ class Orchestrator:
                 continue
             action, key = actions[stage.id], (stage.id, stage.id in (member.done_before or ()))
             if is_service(stage.id) and self._has_asked(member, stage, views):
-                rest = Rest(action.stage, live=isinstance(action, Serve))
+                rest = Idle(action.stage, live=isinstance(action, Serve))
                 view = self._view(rest, done_before=False)
             else:
                 if key not in shown:
                     shown[key] = self._view(action, done_before=key[1])
                 view = shown[key]
             view = replace(view, name=stage.name)
-            views[stage.name] = seen_by(member, stage, view, self.members)
+            views[stage.name] = observed_by(member, stage, view, self.members)
         if member.publish({stage.name: views[stage.name] for stage in member.plan.stages}):
             member.end()
             self._remove(member, None)
@@ -485,7 +496,7 @@ class Orchestrator:
         self, member: Member, service: PlannedStage, views: Mapping[str, StageView]
     ) -> bool:
         """Tell whether a member needs a server no longer, whether or not others do."""
-        if self._actor.wish is not None or service.id in member.cancelled:
+        if self._actor.stop_request is not None or service.id in member.cancelled:
             return False
         asking = [views[s.name] for s in member.plan.stages if service.name in s.after]
         return all(v.terminal and v.message != f"needs {service.name}" for v in asking)
@@ -508,7 +519,9 @@ class Orchestrator:
             return
         member.outage.met(error)
         reason = member.outage.reason
-        asked = self._actor.wish is not None or member.cancelled.keys() >= member.stages.keys()
+        asked = (
+            self._actor.stop_request is not None or member.cancelled.keys() >= member.stages.keys()
+        )
         waited_s = self._clock() - max(self._actor.since, member.outage.since)
         leaves = asked and waited_s > self._settings.grace_s
         if leaves:
@@ -527,7 +540,7 @@ class Orchestrator:
 
 
 def _add_by_stage(
-    errors: Mapping[str, Exception], members: Iterable[Member], trouble: Trouble[Member]
+    errors: Mapping[str, Exception], members: Iterable[Member], trouble: CollectedErrors[Member]
 ) -> None:
     """Add the errors of stages to the trouble of the members that have them."""
     for member in members if errors else ():

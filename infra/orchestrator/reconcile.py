@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from infra.jobs.dispatcher import Sight
 from infra.jobs.failures import CLASSES, budget_left, classify_silent_end, outcome_of
-from infra.jobs.protocol import Sight
 from infra.orchestrator.timeline import first_line
 from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import Attempt, FailureClass, Outcome, StageRecord
+from refiner_core.contract.records import Attempt, AttemptOutcome, FailureClass, StageRecord
 from refiner_core.contract.services import is_service
 from refiner_core.contract.types import ViewState
 
@@ -63,7 +63,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Done(Action):
+class Finish(Action):
     """The stage has its result."""
 
 
@@ -99,7 +99,7 @@ class Serve(Wait):
 
 
 @dataclass(frozen=True)
-class Rest(Action):
+class Idle(Action):
     """This call no longer needs the service; ``live``: it still runs, and ends by itself when no
     other call needs it either."""
 
@@ -111,7 +111,7 @@ class CloseAttempt(Action):
     """Write the outcome of an attempt that ended without one; a hung one is killed first."""
 
     attempt: int
-    outcome: Outcome
+    outcome: AttemptOutcome
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Release(Action):
 class Fail(Action):
     """The stage is over in this call; ``state`` is how it ends."""
 
-    outcome: Outcome
+    outcome: AttemptOutcome
     state: ViewState
 
 
@@ -152,7 +152,7 @@ class StopWish:
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttemptStatus:
     """One attempt as an observer sees it.
 
     ``local``: it takes one of this machine's slots; ``silent_end`` is why it ended, if it recorded
@@ -161,28 +161,28 @@ class Seen:
     """
 
     number: int
-    sight: Sight
+    job_status: Sight
     local: bool = True
-    silent_end: Outcome | None = None
+    silent_end: AttemptOutcome | None = None
     note: str = ""
     held: bool = False
     running: bool = True
 
 
 @dataclass(frozen=True)
-class Observed:
+class Observation:
     """The present state: the newest attempt of each stage (by stage id), the stages (by id) that
     lack space for their next writes, the complete checkpoints (stage id, step) that a stage waits
     for, and the attempts (stage id, number) at services that have answered."""
 
-    attempts: Mapping[str, Seen] = field(default_factory=dict)
+    attempts: Mapping[str, AttemptStatus] = field(default_factory=dict)
     short: Mapping[str, str] = field(default_factory=dict)
     checkpoints: frozenset[tuple[str, int]] = frozenset()
     ready: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclass(frozen=True)
-class Policy:
+class CallRules:
     """The rules of one call.
 
     Attributes
@@ -209,7 +209,7 @@ class Policy:
     stopping: bool = False
     cancelled: frozenset[str] = frozenset()
     ended_before: Mapping[str, int] = field(default_factory=dict)
-    refused: Mapping[str, Outcome] = field(default_factory=dict)
+    refused: Mapping[str, AttemptOutcome] = field(default_factory=dict)
     now: float = 0.0
     not_before: Mapping[str, float] = field(default_factory=dict)
     gave_up: frozenset[str] = frozenset()
@@ -220,7 +220,7 @@ class Policy:
 NO_ROOM = "the disk is full: it waits for space and continues by itself"
 #: Ends of unknown cause. A full disk keeps a job from recording its own.
 SILENT: tuple[FailureClass, ...] = ("killed", "launch_failure", "system_outage")
-_OVER = (Done, Fail, Block, Rest)
+_OVER = (Finish, Fail, Block, Idle)
 #: Prefix of the message of a stage that waits for another attempt.
 PAUSES = "pauses after"
 
@@ -229,8 +229,8 @@ def reconcile(
     stages: Stages,
     given: Stages,
     records: Mapping[str, StageRecord],
-    observed: Observed,
-    policy: Policy,
+    observed: Observation,
+    policy: CallRules,
 ) -> dict[str, Action]:
     """One action per stage, by its id.
 
@@ -265,8 +265,8 @@ class _Step:
         stages: Stages,
         given: Stages,
         records: Mapping[str, StageRecord],
-        observed: Observed,
-        policy: Policy,
+        observed: Observation,
+        policy: CallRules,
     ) -> None:
         self.stages, self.known = stages, {**given, **stages}
         self.records, self.observed, self.policy = records, observed, policy
@@ -276,7 +276,7 @@ class _Step:
         busy = [
             is_light(stage_id)
             for stage_id, seen in observed.attempts.items()
-            if seen.local and seen.sight in ("live", "hung") and not is_service(stage_id)
+            if seen.local and seen.job_status in ("live", "hung") and not is_service(stage_id)
             if (record := records.get(stage_id)) is not None and record.state == "claimed"
         ]
         #: Free local slots: for stages that compute, and for those that only move bytes.
@@ -293,7 +293,7 @@ class _Step:
         # This call does not run it: it is done, or not available.
         record, stage = self.records.get(stage_id), self.known[stage_id]
         if record is not None and record.result is not None:
-            return Done(stage)
+            return Finish(stage)
         why = f"{stage.name} ({stage.id}) is not done, and this call does not start it"
         return Fail(stage, outcome_of("bad_configuration", why), "failed")
 
@@ -312,14 +312,14 @@ class _Step:
         now = self._service(stage)
         if isinstance(now, Serve):
             if over and not self._stopping(stage):
-                return Rest(stage, live=True)
+                return Idle(stage, live=True)
             return replace(now, wanted=stage.id in self.wanted)
         if stage.id in self.wanted or isinstance(now, CloseAttempt | Release):
             return now
         blocks = any(isinstance(a, Block) and a.by == stage.name for a in asking)
         if isinstance(now, Fail) and blocks:
             return now
-        return Rest(stage, live=False) if over else Wait(stage, "nobody needs it yet")
+        return Idle(stage, live=False) if over else Wait(stage, "nobody needs it yet")
 
     def _service(self, stage: PlannedStage) -> Action:
         """Action of a service if it is wanted."""
@@ -327,7 +327,7 @@ class _Step:
             action = self._action(stage)
             if isinstance(action, Wait) and action.attempt > 0:
                 seen = self.observed.attempts.get(stage.id)
-                ready = seen is not None and seen.sight == "live" and seen.running
+                ready = seen is not None and seen.job_status == "live" and seen.running
                 ready = ready and (stage.id, action.attempt) in self.observed.ready
                 action = Serve(**vars(action), ready=ready)
             self.services[stage.id] = action
@@ -350,7 +350,7 @@ class _Step:
     def _action(self, stage: PlannedStage) -> Action:
         record = self.records.get(stage.id)
         if record is not None and record.result is not None:
-            return Done(stage)
+            return Finish(stage)
         last = record.attempts[-1] if record is not None and record.attempts else None
         if last is not None and last.outcome is None:
             return self._open_attempt(stage, last)
@@ -367,17 +367,17 @@ class _Step:
         seen = self.observed.attempts.get(stage.id)
         if seen is None or seen.number != last.number:
             return Wait(stage, "not observed yet", last.number)
-        if seen.sight == "unknown":
+        if seen.job_status == "unknown":
             return Wait(stage, seen.note or "its state is not known", last.number, unseen=True)
-        if seen.sight == "live" and seen.held:
+        if seen.job_status == "live" and seen.held:
             return Release(stage, last.number, seen.note)
-        if seen.sight == "live" and seen.running and last.has_room is False:
+        if seen.job_status == "live" and seen.running and last.has_room is False:
             return Wait(stage, NO_ROOM, last.number, short=True)
-        if seen.sight == "live":
+        if seen.job_status == "live":
             return Wait(stage, seen.note or "runs", last.number, queued=not seen.running)
         if paused := self._pause(stage):
             return paused  # not even its outcome could be written
-        if seen.sight == "hung":
+        if seen.job_status == "hung":
             outcome = outcome_of("hung", "it runs, but has made no progress for too long")
         else:
             outcome = seen.silent_end or classify_silent_end(last.started_at is not None, "")
@@ -387,7 +387,7 @@ class _Step:
         return CloseAttempt(stage, last.number, outcome)
 
     def _after_end(
-        self, stage: PlannedStage, record: StageRecord, outcome: Outcome
+        self, stage: PlannedStage, record: StageRecord, outcome: AttemptOutcome
     ) -> Action | None:
         """Consequence of an ended attempt for this call; None if another one may begin."""
         last = record.attempts[-1]
@@ -444,7 +444,7 @@ class _Step:
         if self._stopping(stage):
             why = "cancelled" if stage.id in self.policy.cancelled else "asked to stop"
             return self._stopped(stage, f"not started: {why}")
-        waiting = [self.known[i].name for i in needed if not isinstance(self._before(i), Done)]
+        waiting = [self.known[i].name for i in needed if not isinstance(self._before(i), Finish)]
         if waiting:
             return Wait(stage, f"waits for {', '.join(waiting)}")
         if paused := self._pause(stage):
@@ -473,7 +473,7 @@ class _Step:
             return None
         if isinstance(before, Fail | Block):
             return _blocked(stage, before)
-        if isinstance(before, Done):
+        if isinstance(before, Finish):
             why = (
                 f"The checkpoint of step {step} of {name} ({before.stage.id}) is not there: "
                 "training is over, and only checkpoints with a consumer are kept. Expected: "

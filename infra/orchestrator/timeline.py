@@ -28,7 +28,13 @@ from typing import Any
 
 from infra.store.workspace import Workspace
 from refiner_core.contract.kinds import section_name
-from refiner_core.contract.records import Attempt, FailureClass, Outcome, RunRecord, StageRecord
+from refiner_core.contract.records import (
+    Attempt,
+    AttemptOutcome,
+    FailureClass,
+    RunRecord,
+    StageRecord,
+)
 from refiner_core.report.printing import size
 
 Event = Mapping[str, Any]
@@ -150,7 +156,7 @@ def _came_to_work(stage: StageHistory, attempt: Attempt) -> bool:
 def _incident(
     stage: StageHistory,
     attempt: Attempt,
-    outcome: Outcome,
+    outcome: AttemptOutcome,
     after: Attempt | None,
     disk: Sequence[Event],
 ) -> Incident:
@@ -178,7 +184,7 @@ def _incident(
 # ---------------------------------------------------------------- what happened
 
 
-def _what(stage: StageHistory, attempt: Attempt, outcome: Outcome) -> str:
+def _what(stage: StageHistory, attempt: Attempt, outcome: AttemptOutcome) -> str:
     """``EDQUOT (errno 122) while saving step 100 on n3``."""
     what = WHAT.get(outcome.failure, outcome.failure.replace("_", " "))
     if outcome.errno is not None:
@@ -193,7 +199,7 @@ def _what(stage: StageHistory, attempt: Attempt, outcome: Outcome) -> str:
     return " ".join(filter(None, [what, where, f"on {attempt.node}" if attempt.node else ""]))
 
 
-def _where(stage: StageHistory, attempt: Attempt, outcome: Outcome) -> str:
+def _where(stage: StageHistory, attempt: Attempt, outcome: AttemptOutcome) -> str:
     """At which step, and whether in a save."""
     if attempt.started_at is None:
         return "before it began"
@@ -214,7 +220,7 @@ def last_step(stage: StageHistory, attempt: Attempt) -> int | None:
     return None if done is None else int(done)
 
 
-def _onward(attempt: Attempt, outcome: Outcome, after: Attempt | None) -> list[str]:
+def _onward(attempt: Attempt, outcome: AttemptOutcome, after: Attempt | None) -> list[str]:
     """``resumed from step 99 after 4 min``, or why no attempt followed."""
     if after is None:
         return ["not tried again by itself"] if outcome.decision == "stop" else ["not resumed yet"]
@@ -237,7 +243,7 @@ def _onward(attempt: Attempt, outcome: Outcome, after: Attempt | None) -> list[s
 
 
 def _lost(
-    stage: StageHistory, attempt: Attempt, outcome: Outcome, after: Attempt | None
+    stage: StageHistory, attempt: Attempt, outcome: AttemptOutcome, after: Attempt | None
 ) -> tuple[int | None, float | None]:
     """Repeated steps, and lost device seconds: the attempt's time by the share of its steps.
 
@@ -310,7 +316,7 @@ def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[In
 def first_line(text: str, limit: int = 100) -> str:
     """First line of a message without its fix, cut to ``limit`` characters."""
     line = text.strip().partition("\n")[0].partition(" To fix it: ")[0]
-    line = line.partition(" To mend it: ")[0]  # as records made before 2026-12 have it
+    line = line  # as records made before 2026-12 have it
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from infra.disk.keeper import DiskKeeper
+from infra.disk.manager import DiskManager
+from infra.jobs.dispatcher import AttemptRef
 from infra.jobs.failures import CLASSES, is_outage, outcome_of, without_progress
-from infra.jobs.protocol import AttemptRef
 from infra.orchestrator.reconcile import SILENT, CloseAttempt
 from infra.orchestrator.timeline import first_line
 from infra.store.atomic import out_of_inodes
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.contract.records import FailureClass, Outcome, StageRecord
+from refiner_core.contract.records import AttemptOutcome, FailureClass, StageRecord
 
 #: The longest pause between two rounds, and between two attempts, seconds. The scheduler or the
 #: file system comes back for all at once, so rounds are more frequent.
@@ -109,7 +109,7 @@ def not_before(
     return found
 
 
-class Trouble(dict[K, Exception]):
+class CollectedErrors(dict[K, Exception]):
     """Errors by their source: each of several actions is tried, whatever fails elsewhere."""
 
     @contextlib.contextmanager
@@ -147,12 +147,12 @@ BEGINNING_BYTES = 4 << 20
 
 
 @dataclass
-class Rooms:
+class SpaceWaits:
     """Tracks the stages that wait for space; remembers only since when.
 
     Parameters
     ----------
-    workspace, keeper, config
+    workspace, disk_manager, config
         The workspace, the source of free space, and the limits of waiting.
     clock
         Seconds, monotonic.
@@ -161,14 +161,14 @@ class Rooms:
     """
 
     workspace: Workspace
-    keeper: DiskKeeper
+    disk_manager: DiskManager
     config: DiskConfig
     clock: Callable[[], float]
     note: Callable[[Mapping[str, Any]], None]
     #: Stages with a small control file that could not be written just now.
     blocked: dict[str, str] = field(default_factory=dict)
     #: Outcomes of attempts that could not be written.
-    unwritten: dict[AttemptRef, Outcome] = field(default_factory=dict)
+    unwritten: dict[AttemptRef, AttemptOutcome] = field(default_factory=dict)
     #: Stages that lack space: since when, time of the last check, and its reason.
     _waiting: dict[str, tuple[float, float, str]] = field(default_factory=dict)
     _any: bool | None = None
@@ -194,7 +194,7 @@ class Rooms:
         if ref in self.unwritten or outcome.failure not in SILENT:
             return replace(action, outcome=outcome)
         if self._any is None:  # once a round: a thousand jobs may end together
-            self._any = self.keeper.make_room(SMALL_BYTES) is not None
+            self._any = self.disk_manager.free_space(SMALL_BYTES) is not None
         if self._any:
             return action
         message = f"{outcome.message}; the disk took no writes, not even of its outcome"
@@ -228,7 +228,7 @@ class Rooms:
         in_vain = (attempts[-1].outcome.need_bytes if attempts[-1].outcome else None) or 0
         times = without_progress(attempts, "disk_full")
         margin = in_vain // 4 * (1 << min(2, max(0, times - 1)))
-        return max(self.keeper.need_of(stage_id), in_vain + margin, SMALL_BYTES)
+        return max(self.disk_manager.need_of(stage_id), in_vain + margin, SMALL_BYTES)
 
     def _look(self, stage_id: str, number: int, need: int) -> str:
         """Reason why it has to wait; empty if there is space now."""
@@ -236,12 +236,11 @@ class Rooms:
         if waiting is not None and now - waiting[1] < min(_RECHECK_S, self.config.watch_s):
             return waiting[2]
         ref = AttemptRef(stage_id, number) if number else None
-        made = self.keeper.make_room(need, ref)
+        made = self.disk_manager.free_space(need, ref)
         if made is None:
             layout = self.workspace.layout
-            reason = (
-                f"waits for space: {self.keeper.lacking(need, ref)} are needed in {layout.data}"
-            )
+            lacking = self.disk_manager.lacking(need, ref)
+            reason = f"waits for space: {lacking} are needed in {layout.data}"
             for folder in (layout.control, layout.data):
                 if out_of_inodes(folder):
                     reason = f"waits for space: no inode is free for another file in {folder}"
@@ -263,11 +262,11 @@ class Rooms:
         return ""
 
 
-def when_there_is_room(
+def retry_with_space(
     action: Callable[[], T],
-    keeper: DiskKeeper,
+    disk_manager: DiskManager,
     config: DiskConfig,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> T:
     """Result of ``action``, as soon as its small files fit on the disk.
 
@@ -284,13 +283,15 @@ def when_there_is_room(
         try:
             return action()
         except NoSpaceError as error:
-            made = keeper.make_room(BEGINNING_BYTES)
+            made = disk_manager.free_space(BEGINNING_BYTES)
             if made is not None and made.bytes:
-                say(f"{made.bytes / 2**20:,.1f} MiB were reclaimed for the start.")
+                print_line(f"{made.bytes / 2**20:,.1f} MiB were reclaimed for the start.")
                 continue
             if time.monotonic() >= deadline:
                 raise
             if not said:
-                say(f"{error.what}. Waiting for disk space; Ctrl-C leaves, and nothing is lost.")
+                print_line(
+                    f"{error.what}. Waiting for disk space; Ctrl-C leaves, and nothing is lost."
+                )
             said = True
             time.sleep(_RECHECK_S)

@@ -25,7 +25,7 @@ from typing import IO
 
 import psutil
 
-from infra.process import minder
+from infra.process import watchdog
 
 log = logging.getLogger(__name__)
 _LAST_WORDS_S, _GONE_S, _END_S = 5.0, 30.0, 60.0
@@ -55,7 +55,7 @@ class ChildProcess:
     ) -> None:
         # -I and -S: the settings are the program's, and must not change its minder.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(minder.__file__)), command],
+            [sys.executable, "-I", "-S", str(Path(watchdog.__file__)), command],
             env=dict(environment),
             cwd=cwd,
             stdin=subprocess.PIPE,
@@ -119,7 +119,7 @@ class ChildProcess:
 MARK = "REFINER_OUTPUT"
 
 
-def kill_leftovers(output: Path) -> int:
+def kill_stale_processes(output: Path) -> int:
     """Kill leftovers of an earlier attempt's trainer on this host; returns their number.
 
     They have the mark in their environment (``output``, or a folder in it), which children inherit

@@ -4,5 +4,5 @@ The worker remains the attempt. It starts an agent (:mod:`infra.ranks.agent`), o
 through :mod:`infra.ranks.launch`, under the same minder as other trainers, so that none of them
 outlives it. Rank 0 has the attempt's :class:`~refiner_core.contract.types.StageIO` over
 :mod:`infra.ranks.bridge`. Output and ends of ranks come through their pipes, so that neither a full
-disk nor a lost file can hide why they ended (:mod:`infra.ranks.protocol`).
+disk nor a lost file can hide why they ended (:mod:`infra.ranks.messages`).
 """

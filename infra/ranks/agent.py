@@ -27,8 +27,8 @@ from typing import IO, Any
 
 from infra.host.processes import environment
 from infra.jobs.signals import STOP_SIGNALS
-from infra.process.minder import die_with_parent
-from infra.ranks.protocol import MARK, ORDER, tell
+from infra.process.watchdog import die_with_parent
+from infra.ranks.messages import MARK, ORDER, tell
 from refiner_core.training.ranks import STORE
 
 _POLL_S = 0.1

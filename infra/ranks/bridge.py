@@ -34,7 +34,7 @@ from multiprocessing.connection import (
 from pathlib import Path
 from typing import Any
 
-from infra.ranks.protocol import decode, encode
+from infra.ranks.messages import decode, encode
 from refiner_core.contract.errors import KilledError, NoSpaceError
 from refiner_core.contract.types import StageIO
 

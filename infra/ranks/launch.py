@@ -42,13 +42,13 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-from infra.foreign.process import TrainerProcess, kernel_oom_kills
+from infra.external.process import TrainerProcess, kernel_oom_kills
 from infra.host.processes import environment, free_port, node_address
 from infra.jobs.failures import class_of_text
 from infra.jobs.signals import SlurmJob
 from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.bridge import Bridge, greet, shut
-from infra.ranks.protocol import MARK, ORDER, decode, node_settings, rank_settings, read_event
+from infra.ranks.messages import MARK, ORDER, decode, node_settings, rank_settings, read_event
 from infra.store import atomic
 from infra.store.atomic import has_room, no_space_error
 from infra.store.workspace import Workspace
@@ -283,7 +283,7 @@ def _receive(connection: Connection) -> dict[str, Any]:
 
 
 @dataclass
-class Ended:
+class LaunchFailure:
     """Traces of a failed launch.
 
     ``errors`` are pairs of rank and error, oldest first; ``failures`` the agents', by rank, oldest
@@ -316,7 +316,7 @@ class Ended:
                     self.code = 1 if event["failures"] else 0
 
 
-def error_of(ended: Ended) -> Exception:
+def error_of(ended: LaunchFailure) -> Exception:
     """The error to raise."""
     failures = ended.failures.items()
     killed = [(rank, f) for rank, f in failures if f["code"] < 0 and f["late_s"] <= _AT_ONCE_S]
@@ -336,7 +336,7 @@ def is_consequence(error: BaseException) -> bool:
     return bool(_CONSEQUENCE.search(str(error))) and not isinstance(error, KilledError)
 
 
-def _killed(ended: Ended, rank: int, failure: Mapping[str, Any]) -> Exception:
+def _killed(ended: LaunchFailure, rank: int, failure: Mapping[str, Any]) -> Exception:
     number = -failure["code"]
     if number == signal.SIGKILL and ended.oom_kills:
         return MemoryError(f"The kernel killed rank {rank} for lack of memory")
@@ -354,7 +354,7 @@ def _killed(ended: Ended, rank: int, failure: Mapping[str, Any]) -> Exception:
     )
 
 
-def _unknown(ended: Ended) -> Exception:
+def _unknown(ended: LaunchFailure) -> Exception:
     lines = [line.strip() for line in ended.lines if line.strip()]
     last = (lines or ["it printed nothing"])[-1]
     if ended.code == 128 + signal.SIGKILL:
@@ -420,7 +420,7 @@ def run_ranks(
         bridge = stack.enter_context(Bridge(io))
         stack.enter_context(nodes or nullcontext())
         io.progress(Progress(0, 0, "starting ranks"))
-        ended, mark = Ended(folder=folder), secrets.token_hex(16)
+        ended, mark = LaunchFailure(folder=folder), secrets.token_hex(16)
         meet_at = "" if nodes is None else nodes.meeting
         told = {"placement": asdict(placement), "meet": meet_at, "patience_s": shutdown_s}
         text = json.dumps({**order, **told})
@@ -451,7 +451,7 @@ def agent_command(module: str, node: int) -> str:
 
 def _follow(
     process: TrainerProcess,
-    ended: Ended,
+    ended: LaunchFailure,
     mark: str,
     nodes: OtherNodes | None,
     check_fence: Callable[[], None],

@@ -1,13 +1,13 @@
 """Rollout servers as children of a trainer's attempt: started, replaced, ended with it.
 
 In: the recipe and each server's resources. Out: addresses on loopback, once they answer. Each runs
-under :mod:`infra.process.minder` in a session of its own, so that none outlives the trainer,
+under :mod:`infra.process.watchdog` in a session of its own, so that none outlives the trainer,
 however it ends. They are started with ``VLLM_SERVER_DEV_MODE=1``, which enables the routes that
 change weights, and with our middleware, which asks for the key on all routes. The key is only in
 the environment, because command lines can be read by everyone on a node.
 
 Their folder in memory (``/dev/shm``) does not outlive this process: it is removed at the end of
-the ``with`` block; by a second process (:mod:`infra.process.minder`) when this one is killed;
+the ``with`` block; by a second process (:mod:`infra.process.watchdog`) when this one is killed;
 and by the next one on this node when all of them were killed at once.
 """
 
@@ -33,11 +33,11 @@ from typing import Any, ClassVar
 import psutil
 
 from infra.host.processes import ProcessId, host_name
-from infra.process import minder
-from infra.process.child import kill_leftovers
-from infra.ranks.protocol import JOB_GPUS, VISIBLE, visible
+from infra.process import watchdog
+from infra.process.child import kill_stale_processes
+from infra.ranks.messages import JOB_GPUS, VISIBLE, visible
 from infra.services.process import (
-    Listening,
+    ListenAddress,
     NotReady,
     ServerProcess,
     ask_server,
@@ -81,7 +81,7 @@ MARK_NAME = "rollout-servers"
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerResources:
     """Resources of one server.
 
     Attributes
@@ -100,7 +100,7 @@ class Place:
     key: str = field(default="", repr=False)
 
 
-def rollout_server_text(config: RecipeConfig, at: Listening, weights: Path) -> str:
+def rollout_server_text(config: RecipeConfig, at: ListenAddress, weights: Path) -> str:
     """The shell text of a server; the user's ``args`` come last, and so take precedence."""
     grpo, server = config.grpo, config.grpo.rollout_server
     words = [*vllm_words(server.python), str(weights), *at.options, "--served-model-name", MODEL]
@@ -122,7 +122,9 @@ def rollout_server_text(config: RecipeConfig, at: Listening, weights: Path) -> s
     return shell_text(server, shlex.join([*words, *split_words(server.args)]))
 
 
-def rollout_environment(place: Place, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+def rollout_environment(
+    place: ServerResources, given: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """The environment of a server: the user's own, without the settings of our processes."""
     made = server_environment("vllm", place.key, str(place.mark), given)
     kept = {n: v for n, v in made.items() if n not in _RANKS}
@@ -143,7 +145,7 @@ def memory_folder(parent: Path) -> Iterator[Path]:
     ConfigurationError
         No folder can be created there.
     """
-    remove_leftovers(parent)
+    remove_stale_files(parent)
     me = ProcessId.of()
     started = f"{me.started:.0f}" if me.boot else f"{me.started:.2f}"
     folder = parent / f"{_PREFIX}-{_where()}-{me.pid}-{started}"
@@ -156,32 +158,32 @@ def memory_folder(parent: Path) -> Iterator[Path]:
             fix="set grpo.rollout_server.weights_dir",
         ) from error
     watcher = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(minder.__file__)), "--sweep", str(folder)],
+        [sys.executable, "-I", "-S", str(Path(watchdog.__file__)), "--sweep", str(folder)],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
     try:
         yield folder
     finally:
-        minder.remove(str(folder))
+        watchdog.remove(str(folder))
         assert watcher.stdin is not None
         watcher.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             watcher.wait(10)
 
 
-def remove_leftovers(parent: Path) -> None:
+def remove_stale_files(parent: Path) -> None:
     """Remove folders of this user's dead processes on this machine."""
     for folder in parent.glob(f"{_PREFIX}-{_where()}-*"):
         found = _NAME.fullmatch(folder.name)
-        if found is None or not minder.is_private(str(folder)):
+        if found is None or not watchdog.is_private(str(folder)):
             continue
         # Ticks since this boot, which memory does not outlive.
         boot, started = ProcessId.of().boot, float(found["started"])
         owner = ProcessId(host_name(), int(found["pid"]), started, boot)
         if not owner.alive:
             log.warning("removing %s, left by a process that is gone", folder)
-            minder.remove(str(folder))
+            watchdog.remove(str(folder))
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
@@ -194,20 +196,20 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
         with contextlib.suppress(OSError):  # gone, or not on Linux
             for line in Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines():
                 fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith(f"{minder.MEMORY}/"):
+                if len(fields) == 6 and fields[5].startswith(f"{watchdog.MEMORY}/"):
                     numbers.add(int(fields[4]))
     found: set[Path] = set()
     if numbers:
-        for path in Path(minder.MEMORY).iterdir():
+        for path in Path(watchdog.MEMORY).iterdir():
             with contextlib.suppress(OSError):
-                if path.lstat().st_ino in numbers and minder.is_own_file(str(path)):
+                if path.lstat().st_ino in numbers and watchdog.is_own_file(str(path)):
                     found.add(path)
     return found
 
 
 def note_shared(folder: Path, paths: Iterable[Path]) -> None:
     """Have these files removed with the folder, by whichever process removes it."""
-    with (folder / minder.SHARED).open("a") as file:
+    with (folder / watchdog.SHARED).open("a") as file:
         file.writelines(f"{path}\n" for path in paths)
 
 
@@ -225,7 +227,7 @@ class _RolloutServer(ServerProcess):
     """One of a trainer's servers."""
 
     config: RecipeConfig
-    place: Place
+    place: ServerResources
     weights: Path
     shared: set[Path] = field(default_factory=set)
     section: ClassVar[str] = "grpo.rollout_server"
@@ -296,7 +298,7 @@ class LocalRolloutServers:
     """
 
     config: RecipeConfig
-    places: Sequence[Place]
+    places: Sequence[ServerResources]
     memory: Path
     should_stop: Callable[[], bool] = lambda: False
     tell: Callable[[float], None] = lambda seconds: None
@@ -354,7 +356,7 @@ class LocalRolloutServers:
         """End one, and free the shared memory that it does not free itself."""
         server.note_memory(self.memory)
         server.stop(grace_s)
-        kill_leftovers(server.place.mark)  # its minder may have been killed with it
+        kill_stale_processes(server.place.mark)  # its minder may have been killed with it
         for path in server.shared:
             path.unlink(missing_ok=True)
         server.shared.clear()
@@ -418,12 +420,12 @@ def open_vllm(
     """
     grpo, server = config.grpo, config.grpo.rollout_server
     gpus = placement_of(config, "grpo").server_gpus if server_gpus is None else server_gpus
-    kill_leftovers(workdir / MARK_NAME)
+    kill_stale_processes(workdir / MARK_NAME)
     with memory_folder(Path(server.weights_dir)) as folder:
         shutil.copytree(Path(extension.__file__).parent, folder / "extension")
         key = secrets.token_urlsafe(32)
         places = [
-            Place(
+            ServerResources(
                 gpus=visible(numbers) if numbers else "",
                 extension=folder / "extension",
                 mark=workdir / MARK_NAME / str(index),

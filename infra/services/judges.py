@@ -1,10 +1,10 @@
 """Judges' servers: one as a process, and those of a workspace, with their keys and ends.
 
-In: a :class:`Server` (its command, address and key). Out: an :class:`Endpoint`, once it has
-answered a chat request; or an error that quotes the line of its log with the reason. It runs under
-:mod:`infra.process.minder` in a session of its own: when this process is gone, by kill -9 or with
-its node, the minder kills all processes of the server. Its output goes, without the key, to this
-process's output.
+In: a :class:`JudgeServerProcess` (its command, address and key). Out: an :class:`Endpoint`, once it
+has answered a chat request; or an error that quotes the line of its log with the reason. It runs
+under :mod:`infra.process.watchdog` in a session of its own: when this process is gone, by kill -9
+or with its node, the minder kills all processes of the server. Its output goes, without the key, to
+this process's output.
 
 For a workspace: :class:`ServiceStatus` values, for people and scripts; the address and key of a
 running server, for its users. The server's definition is in its stage's record, its address in its
@@ -30,12 +30,12 @@ from typing import Any, ClassVar, Literal
 
 from infra.host.processes import host_name
 from infra.host.secrets import MASK, masked
-from infra.jobs.dispatch import router_to_look
-from infra.jobs.protocol import AttemptRef
-from infra.orchestrator.acting import end_jobs
+from infra.jobs.dispatch import read_only_router
+from infra.jobs.dispatcher import AttemptRef
+from infra.orchestrator.executor import end_jobs
 from infra.orchestrator.observe import Observer
-from infra.orchestrator.reconcile import Seen
-from infra.process.child import kill_leftovers
+from infra.orchestrator.reconcile import AttemptStatus
+from infra.process.child import kill_stale_processes
 from infra.services.process import (
     KEY_VARIABLES,
     NotReady,
@@ -63,7 +63,7 @@ _HEALTH_S, _CHAT_S = 10.0, 120.0
 SILENCE_S = 120.0
 
 
-class Refuses(Exception):
+class ServerRefusal(Exception):
     """It answers with a refusal that waiting does not fix."""
 
 
@@ -98,11 +98,13 @@ def check_chat(
     if status in _NOT_YET:
         raise NotReady(f"HTTP {status} for a chat request{said}")
     if status != 200:
-        raise Refuses(f"HTTP {status} for a chat request{said}")
+        raise ServerRefusal(f"HTTP {status} for a chat request{said}")
     try:
         json.loads(body)["choices"][0]["message"]
     except (ValueError, LookupError, TypeError) as error:
-        raise Refuses(f"its answer to a chat request is not a chat completion{said}") from error
+        raise ServerRefusal(
+            f"its answer to a chat request is not a chat completion{said}"
+        ) from error
 
 
 def _chat(endpoint: Endpoint, model: str, limit_field: str, timeout_s: float) -> tuple[int, bytes]:
@@ -119,7 +121,7 @@ def _quoted(body: bytes, endpoint: Endpoint) -> str:
 
 
 @dataclass(eq=False)
-class Server(ServerProcess):
+class JudgeServerProcess(ServerProcess):
     """A judge's server; a context manager that ends all of its processes.
 
     Attributes
@@ -144,8 +146,8 @@ class Server(ServerProcess):
         self._engine = engine_of(self.judge)
         self._answered_at = 0.0
 
-    def __enter__(self) -> Server:
-        kill_leftovers(self.mark)
+    def __enter__(self) -> JudgeServerProcess:
+        kill_stale_processes(self.mark)
         self.start()
         return self
 
@@ -180,7 +182,7 @@ class Server(ServerProcess):
         try:
             check_health(self.endpoint, self._engine)
             check_chat(self.endpoint, judge.model, judge.max_tokens_field)
-        except Refuses as error:
+        except ServerRefusal as error:
             raise ConfigurationError(
                 f"The judge's server runs, but {error}{self.where() or '.'}",
                 expected=f"a server that accepts chat requests for judge.model {judge.model!r}",
@@ -375,7 +377,7 @@ def services_of(workspace: Workspace, wanted: str | None = None) -> list[Service
 
 def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
     settings = _settings(workspace, workspace.layout.stage(service_id))
-    observer = Observer(workspace, router_to_look(settings, workspace), settings)
+    observer = Observer(workspace, read_only_router(settings, workspace), settings)
     records, observed = observer.look([service_id])
     record, seen = records.get(service_id), observed.attempts.get(service_id)
     identity = record.spec.identity if record is not None else {}
@@ -406,12 +408,12 @@ def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
     )
 
 
-def _state(seen: Seen | None, answers: bool, needed: bool) -> ServiceState:
+def _state(seen: AttemptStatus | None, answers: bool, needed: bool) -> ServiceState:
     if seen is None:
         return "ended"
-    if seen.sight in ("dead", "hung"):
+    if seen.job_status in ("dead", "hung"):
         return "killed"
-    if seen.sight == "unknown":
+    if seen.job_status == "unknown":
         return "unknown"
     if not seen.running:
         return "queued"
@@ -445,5 +447,7 @@ def end_service(
     ids = {service_id: service_id}
     if end_jobs(workspace, settings, ids, "interrupted", reason, tell, patience_s=130.0):
         return False
-    kill_leftovers(workspace.layout.service(service_id))  # its minder may have been killed, too
+    kill_stale_processes(
+        workspace.layout.service(service_id)
+    )  # its minder may have been killed, too
     return True

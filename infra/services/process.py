@@ -27,7 +27,7 @@ from typing import IO, Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 import infra
-from infra.foreign.process import CANNOT_START, fill, without_ours
+from infra.external.process import CANNOT_START, fill, without_ours
 from infra.host.processes import ProcessId, free_port, holder_of
 from infra.host.secrets import MASK
 from infra.jobs.failures import class_of_text
@@ -105,7 +105,7 @@ def split_words(args: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Listening:
+class ListenAddress:
     """Address at which a server listens."""
 
     host: str
@@ -123,7 +123,7 @@ class Listening:
         return ["--host", self.host, "--port", str(self.port)]
 
 
-def server_text(judge: JudgeConfig, at: Listening, weights: str | None = None) -> str:
+def server_text(judge: JudgeConfig, at: ListenAddress, weights: str | None = None) -> str:
     """The shell text of a judge's server.
 
     Parameters
@@ -154,7 +154,7 @@ def server_text(judge: JudgeConfig, at: Listening, weights: str | None = None) -
     return shell_text(judge.serve, shlex.join([*words, *args]))
 
 
-def _vllm(judge: JudgeConfig, at: Listening, source: str, args: Sequence[str]) -> list[str]:
+def _vllm(judge: JudgeConfig, at: ListenAddress, source: str, args: Sequence[str]) -> list[str]:
     words = [*vllm_words(judge.serve.python), source]
     words += ["--revision", judge.revision] if judge.revision else []
     words += [*at.options, "--served-model-name", judge.model]
@@ -165,7 +165,7 @@ def _vllm(judge: JudgeConfig, at: Listening, source: str, args: Sequence[str]) -
     return words
 
 
-def _transformers(judge: JudgeConfig, at: Listening) -> list[str]:
+def _transformers(judge: JudgeConfig, at: ListenAddress) -> list[str]:
     """It serves the model under the name of its command line, so that is ``judge.model``."""
     if judge.revision not in (None, "main"):
         raise ConfigurationError(
@@ -233,7 +233,7 @@ class ServerProcess(abc.ABC):
     def __post_init__(self) -> None:
         self._child: ChildProcess | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self.at = Listening(self.host, 0)
+        self.at = ListenAddress(self.host, 0)
 
     @property
     @abc.abstractmethod
@@ -293,7 +293,7 @@ class ServerProcess(abc.ABC):
         """
         tries = 0
         while True:
-            self.at, tries = Listening(self.host, free_port(self.host)), tries + 1
+            self.at, tries = ListenAddress(self.host, free_port(self.host)), tries + 1
             self.launch(*self.command())
             try:
                 self._wait_until_ready()

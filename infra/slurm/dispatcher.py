@@ -19,27 +19,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infra.jobs.failures import outcome_of
-from infra.jobs.protocol import (
+from infra.jobs.dispatcher import (
     AttemptRef,
     JobRequest,
-    JobSight,
+    JobStatus,
     OpenAttempt,
     WorkerCommand,
     tail_of,
 )
+from infra.jobs.failures import outcome_of
 from infra.jobs.signals import SIGNAL_LEAD
 from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import (
     PATIENCE,
     Answer,
+    JobQuery,
     RealSlurm,
     SchedulerView,
     SlurmUnavailable,
-    Wanted,
 )
-from infra.slurm.states import JobFacts, lost_end, sight_of
-from infra.slurm.submission import PerhapsSubmitted, Submission, Submitter, write_missing_pickle
+from infra.slurm.states import JobFacts, lost_end, status_of
+from infra.slurm.submission import Submission, SubmissionUnknown, Submitter, write_missing_pickle
 from infra.store import atomic
 from infra.store.layout import AttemptPaths
 from infra.store.workspace import Workspace
@@ -62,7 +62,7 @@ class _Batch:
 
 
 class SlurmDispatcher:
-    """Runs jobs on a cluster; see :class:`~infra.jobs.protocol.Dispatcher`.
+    """Runs jobs on a cluster; see :class:`~infra.jobs.dispatcher.Dispatcher`.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class SlurmDispatcher:
                 for one in work.requests:  # all of one shape
                     self.profile.check(one.resources, one.stage_id, needs_network=one.needs_network)
                 self._submit(work)
-            except PerhapsSubmitted as error:
+            except SubmissionUnknown as error:
                 log.warning("%s The job is looked for by its name.", error)
             except Exception as error:  # reported with these jobs, not with the others
                 failed |= {request.ref: error for request in work.requests}
@@ -187,7 +187,7 @@ class SlurmDispatcher:
 
     # ------------------------------------------------------------ observing
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """All jobs by one round of queries, or by the last round if it is recent enough."""
         copied = {a.ref: other for a in attempts if (other := self._original(a.ref))}
         wanted = {a.ref: self._wanted(a) for a in attempts if a.ref not in copied}
@@ -196,39 +196,41 @@ class SlurmDispatcher:
         for ref, other in copied.items():
             why = f"this workspace is a copy of {other}, where its job works; here it starts anew"
             end = outcome_of("interrupted", why)
-            seen[ref] = JobSight("dead", running=False, state="not ours", reason=why, end=end)
+            seen[ref] = JobStatus("dead", running=False, state="not ours", reason=why, end=end)
         for attempt in (a for a in attempts if a.ref not in copied):
             answer = answers[wanted[attempt.ref].key]
             noted = wanted[attempt.ref].job_id is not None
             if isinstance(answer, JobFacts) and self._adopt and not noted:
                 self._adopt_job(attempt, answer.job_id)
-            seen[attempt.ref] = self._sight(attempt, wanted[attempt.ref], answer)
+            seen[attempt.ref] = self._status_of(attempt, wanted[attempt.ref], answer)
         return seen
 
-    def _wanted(self, attempt: OpenAttempt) -> Wanted:
+    def _wanted(self, attempt: OpenAttempt) -> JobQuery:
         job_id = attempt.attempt.job_id
         batch = self._batch(attempt.ref) if job_id is None else self._batch_of_job(attempt.ref)
         name, task, user = attempt.attempt.comment, None, str(os.getuid())
         if batch is not None:
             name, task, user = batch.comment, batch.index, batch.user
-        return Wanted(job_id, name, task, user)
+        return JobQuery(job_id, name, task, user)
 
-    def _sight(self, attempt: OpenAttempt, wanted: Wanted, answer: Answer) -> JobSight:
+    def _status_of(self, attempt: OpenAttempt, wanted: JobQuery, answer: Answer) -> JobStatus:
         started = attempt.begun
         if isinstance(answer, JobFacts):
-            sight = sight_of(answer, started, lambda: self._printed(attempt.ref, answer.job_id))
-            if answer.job_id not in self._ended_by_us or sight.end is None:
-                return sight
+            job_status = status_of(
+                answer, started, lambda: self._printed(attempt.ref, answer.job_id)
+            )
+            if answer.job_id not in self._ended_by_us or job_status.end is None:
+                return job_status
             # Ended by this process, not cancelled by a person.
-            return replace(sight, end=outcome_of("killed", "refiner has ended the job"))
+            return replace(job_status, end=outcome_of("killed", "refiner has ended the job"))
         if answer is not None:
             printed = self._printed(attempt.ref, wanted.job_id) if wanted.job_id else ""
             end = lost_end(wanted.job_id, started, printed)
             why = "its heartbeat shows its state" if started else ""
-            return JobSight(
+            return JobStatus(
                 "dead", running=False, state="unknown to Slurm", reason=why, end=end, lost=True
             )
-        return JobSight("unknown", running=started, reason="no answer from Slurm yet")
+        return JobStatus("unknown", running=started, reason="no answer from Slurm yet")
 
     def _printed(self, ref: AttemptRef, job_id: str) -> str:
         """The end of a job's output outside its worker's log."""

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from refiner_core.contract.checks.secrets import given_secrets, is_secret_name
+from refiner_core.contract.checks.secrets import assigned_secrets, is_secret_name
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.fields import suggest
@@ -45,7 +45,7 @@ _OURS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class JobPlacement:
     """Place of jobs in the cluster; Slurm chooses what is not set.
 
     Attributes
@@ -90,7 +90,7 @@ class Container:
 
 
 @dataclass(frozen=True)
-class Profile(Place):
+class Profile(JobPlacement):
     """One cluster.
 
     Attributes
@@ -129,7 +129,7 @@ class Profile(Place):
     gpu_type: str | None = None
     max_gpus: int | None = None
     cpu_stages: Literal["local", "slurm"] = "local"
-    cpu: Place = Place()
+    cpu: JobPlacement = JobPlacement()
     network: bool = False
     setup: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -150,14 +150,14 @@ class Profile(Place):
             return self.cpu_stages
         return "slurm"
 
-    def place_for(self, resources: Resources) -> Place:
+    def place_for(self, resources: Resources) -> JobPlacement:
         """Place of a job with these resources."""
-        base = {f.name: getattr(self, f.name) for f in dataclasses.fields(Place)}
+        base = {f.name: getattr(self, f.name) for f in dataclasses.fields(JobPlacement)}
         if resources.gpus == 0:
-            given = {f.name: getattr(self.cpu, f.name) for f in dataclasses.fields(Place)}
+            given = {f.name: getattr(self.cpu, f.name) for f in dataclasses.fields(JobPlacement)}
             more = {**self.sbatch, **self.cpu.sbatch}
             base |= {k: v for k, v in given.items() if v not in (None, (), {})} | {"sbatch": more}
-        return Place(**base)
+        return JobPlacement(**base)
 
     def check(self, resources: Resources, title: str, *, needs_network: bool = False) -> None:
         """Refuse resources that this cluster can never provide.
@@ -261,7 +261,7 @@ def _check_values(profile: Profile, path: Path) -> None:
     options = map(str, (*profile.sbatch.values(), *profile.cpu.sbatch.values()))
     secrets = [name for name in profile.env if is_secret_name(name)]
     for line in (*profile.setup, profile.container.command, *options):
-        secrets += [found.name for found in given_secrets(line) if found.is_set]
+        secrets += [found.name for found in assigned_secrets(line) if found.is_set]
     for secret in secrets:
         raise ConfigurationError(
             f"Profile {path} sets {secret}, which looks like a secret",

@@ -208,7 +208,7 @@ LONGEST_PAUSE_S = 120.0
 _ACCOUNTING_AGAIN_S = 600.0
 
 
-class Wanted(NamedTuple):
+class JobQuery(NamedTuple):
     """A job to query.
 
     ``job_id`` is None if it was not recorded; then the job is found by ``name``, and by ``task``
@@ -276,8 +276,8 @@ class SchedulerView:
         if job_id in self._live:
             self._live[job_id] = replace(self._live[job_id], reason="released")
 
-    def look(self, wanted: Sequence[Wanted]) -> dict[Hashable, Answer]:
-        """Answers by :attr:`Wanted.key`; queries the scheduler if it is time to."""
+    def look(self, wanted: Sequence[JobQuery]) -> dict[Hashable, Answer]:
+        """Answers by :attr:`JobQuery.key`; queries the scheduler if it is time to."""
         if wanted and self._clock() >= self._next_at:
             self._ask(wanted)
         return {w.key: self._answer(w) for w in wanted}
@@ -286,7 +286,7 @@ class SchedulerView:
         """A job that was alive at the last query."""
         return self._live.get(job_id)
 
-    def _answer(self, wanted: Wanted) -> Answer:
+    def _answer(self, wanted: JobQuery) -> Answer:
         over = self._over.get(wanted.key)
         if over is not None:
             return over
@@ -296,21 +296,21 @@ class SchedulerView:
             return self._new[wanted.job_id]
         return None if self._failures else self._in_queue(wanted)
 
-    def _in_queue(self, wanted: Wanted) -> JobFacts | None:
+    def _in_queue(self, wanted: JobQuery) -> JobFacts | None:
         if wanted.job_id is not None:
             return self._live.get(wanted.job_id)
         return _pick(self._live.values(), wanted)
 
     # ------------------------------------------------------------ one round of queries
 
-    def _ask(self, wanted: Sequence[Wanted]) -> None:
+    def _ask(self, wanted: Sequence[JobQuery]) -> None:
         asked_at = self._clock()
         try:
             rows = self._commands.queue({w.user for w in wanted})
             jobs = [facts_of(row, "squeue") for row in rows]
             self._live = {j.job_id: j for j in jobs if not j.rule.over}
             self._new.clear()
-            self._ask_for_the_rest(wanted)
+            self._query_remaining(wanted)
         except SlurmUnavailable as error:
             self._failures += 1
             pause = min(self._poll_s * 2**self._failures, max(LONGEST_PAUSE_S, self._poll_s))
@@ -322,7 +322,7 @@ class SchedulerView:
             log.info("Slurm answers again")
         self._failures, self._next_at = 0, asked_at + self._poll_s
 
-    def _ask_for_the_rest(self, wanted: Sequence[Wanted]) -> None:
+    def _query_remaining(self, wanted: Sequence[JobQuery]) -> None:
         """Query ended jobs, and those without a recorded id."""
         open_ = []
         for w in wanted:
@@ -341,7 +341,7 @@ class SchedulerView:
         for w in open_:
             self._settle(w, _pick(remembered, w), _pick(recorded, w))
 
-    def _settle(self, wanted: Wanted, told: JobFacts | None, noted: JobFacts | None) -> None:
+    def _settle(self, wanted: JobQuery, told: JobFacts | None, noted: JobFacts | None) -> None:
         """Combine controller and accounting: the former is fresher; only the latter has steps and
         the user who cancelled."""
         found = told or (noted if noted is not None and noted.rule.over else None)
@@ -375,7 +375,7 @@ class SchedulerView:
         return found or []
 
 
-def _pick(jobs: Iterable[JobFacts], wanted: Wanted) -> JobFacts | None:
+def _pick(jobs: Iterable[JobFacts], wanted: JobQuery) -> JobFacts | None:
     """The job itself, or the task of an array. Names are public and can be reused, so it must be
     a job of the same user."""
     if wanted.job_id is not None:

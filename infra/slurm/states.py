@@ -1,7 +1,7 @@
 """Meaning of Slurm's words: a table of states, a table of reasons, and the class of a job's end.
 
 In: rows of Slurm's commands. Out: :class:`JobFacts`, and from these
-:class:`~infra.jobs.protocol.JobSight` values. Pure functions, no queries.
+:class:`~infra.jobs.dispatcher.JobStatus` values. Pure functions, no queries.
 
 A job is over only in a state that Slurm never leaves by itself; a state that is not in this table
 is live. The failure class of an end comes from the state where that is clear (TIMEOUT, NODE_FAIL),
@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from infra.jobs.dispatcher import JobStatus
 from infra.jobs.failures import classify_silent_end, outcome_of
-from infra.jobs.protocol import JobSight
-from refiner_core.contract.records import FailureClass, Outcome, picked
+from refiner_core.contract.records import AttemptOutcome, FailureClass, picked
 
 
 class StateRule(NamedTuple):
@@ -199,7 +199,7 @@ def _state(text: str) -> str:
 # ---------------------------------------------------------------- judging
 
 
-def sight_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobSight:
+def status_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobStatus:
     """The sight of a job that Slurm knows.
 
     ``started``: its worker took the attempt; ``printed`` reads the end of its output, and is
@@ -207,12 +207,12 @@ def sight_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobSig
     """
     if job.rule.over:
         end, facts = end_of(job, started, printed()), job.as_text()
-        sight = JobSight("dead", running=False, reason=job.reason, end=end, facts=facts)
+        job_status = JobStatus("dead", running=False, reason=job.reason, end=end, facts=facts)
     else:
         held = bool(_LAUNCH_HELD.search(job.reason))
         running = job.rule.running
-        sight = JobSight("live", running=running, reason=waiting_for(job), held=held)
-    return replace(sight, state=job.state, node=job.node)
+        job_status = JobStatus("live", running=running, reason=waiting_for(job), held=held)
+    return replace(job_status, state=job.state, node=job.node)
 
 
 def waiting_for(job: JobFacts) -> str:
@@ -226,7 +226,7 @@ def waiting_for(job: JobFacts) -> str:
     return ": ".join(filter(None, (key, hint)))
 
 
-def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
+def end_of(job: JobFacts, started: bool, printed: str) -> AttemptOutcome:
     """End of a job whose worker recorded no outcome."""
     where = f" on {job.node}" if job.node else ""
     told = f"Slurm says {job.state}{where}"
@@ -246,7 +246,7 @@ def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
     return _end_by_trace(job, started, printed, told)
 
 
-def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> Outcome:
+def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> AttemptOutcome:
     """End of a FAILED or COMPLETED job without an outcome, from exit code, reason and output."""
     code = (job.exit_code, job.signal)
     if code == _NO_LAUNCH or (_LAUNCH_FAILED.search(job.reason) and not started):
@@ -258,7 +258,7 @@ def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> Outc
     return _end_by_print(started, printed, told, silent)
 
 
-def lost_end(job_id: str | None, started: bool, printed: str) -> Outcome:
+def lost_end(job_id: str | None, started: bool, printed: str) -> AttemptOutcome:
     """End of a job that Slurm does not know any more, or that was never submitted."""
     if job_id is None:
         why = "Slurm knows no such job: it was never submitted, since sbatch gave no answer"
@@ -267,7 +267,7 @@ def lost_end(job_id: str | None, started: bool, printed: str) -> Outcome:
     return _end_by_print(started, printed, f"job {job_id} is gone", silent)
 
 
-def _end_by_print(started: bool, printed: str, told: str, silent: str) -> Outcome:
+def _end_by_print(started: bool, printed: str, told: str, silent: str) -> AttemptOutcome:
     if (spoken := printed_end(printed)) is not None:
         return outcome_of(spoken, f"{told}; its output says so")
     end = classify_silent_end(started, printed)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.host.processes import environment, run_program
-from infra.jobs.protocol import JobRequest
+from infra.jobs.dispatcher import JobRequest
 from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import RealSlurm, SlurmUnavailable
 from infra.store import atomic
@@ -65,7 +65,7 @@ _NOT_PASSED_ON = re.compile(
 )
 
 
-class PerhapsSubmitted(RefinerError, RuntimeError):
+class SubmissionUnknown(RefinerError, RuntimeError):
     """sbatch had no answer in time: only the job's name can show whether there is one."""
 
     resumable = True
@@ -178,7 +178,7 @@ class Submitter:
             expected = f"what profile {self.profile.name!r} asks for to exist on this cluster"
             fix = "correct the profile (`dispatch.profile`) or the stage's `resources`"
         elif _PERHAPS.search(said):
-            kind, expected = PerhapsSubmitted, "an answer that names the job"
+            kind, expected = SubmissionUnknown, "an answer that names the job"
             fix = "nothing: the queue is searched for the job before it is tried again"
         elif _AWAY.search(said):
             kind, expected = SlurmUnavailable, "a controller that answers"

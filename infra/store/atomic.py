@@ -41,13 +41,13 @@ _HALF_WRITTEN_S = 0.05
 _SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
-class Complaints:
+class WarningLog:
     """Warnings, each kind logged once until it is over; repetitions only at debug level."""
 
     def __init__(self) -> None:
         self._said: set[object] = set()
 
-    def say(self, sort: object, text: str, *values: object, exc_info: bool = False) -> None:
+    def print_line(self, sort: object, text: str, *values: object, exc_info: bool = False) -> None:
         """Log a warning, at debug level if it was logged before."""
         level = logging.DEBUG if sort in self._said else logging.WARNING
         self._said.add(sort)

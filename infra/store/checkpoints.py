@@ -58,7 +58,7 @@ _NAME = re.compile(r"step-(\d+)")
 _TEMPORARY = re.compile(re.escape(atomic.TEMPORARY) + r"step-\d+-a(\d+)")
 
 
-class Complete(NamedTuple):
+class CompleteCheckpoint(NamedTuple):
     """A complete checkpoint and the attempt that made it."""
 
     step: int
@@ -115,7 +115,7 @@ class CheckpointStore:
         elapsed: Callable[[], float] | None = None,
     ) -> None:
         self.folder, self.attempt, self.keep = folder, attempt, max(1, keep)
-        self._fence, self._before_commit, self._held = fence, before_commit, held
+        self._fence, self._before_commit, self._retained = fence, before_commit, held
         self._reserve, self._watch, self._elapsed = reserve, watch, elapsed
         self.lost_bytes = 0
         self._passed_over: set[Path] = set()
@@ -124,11 +124,11 @@ class CheckpointStore:
 
     # ------------------------------------------------------------ reading
 
-    def complete(self) -> list[Complete]:
+    def complete(self) -> list[CompleteCheckpoint]:
         """All complete checkpoints, oldest step first (by number, not by name)."""
         return [c for c in map(self._read, self._folders()) if c is not None]
 
-    def latest(self) -> Complete | None:
+    def latest(self) -> CompleteCheckpoint | None:
         """The newest complete checkpoint, with all of its hashes verified, to resume from.
 
         Damaged newer ones are logged and skipped, now and later.
@@ -165,9 +165,9 @@ class CheckpointStore:
         read them."""
         found = self._read(self.folder / step_name(step))
         if found is not None:
-            self._set_aside(found, Damage(why, lasting=True))
+            self._set_aside(found, CheckpointDamage(why, lasting=True))
 
-    def _set_aside(self, checkpoint: Complete, damage: Damage) -> None:
+    def _set_aside(self, checkpoint: CompleteCheckpoint, damage: CheckpointDamage) -> None:
         log.warning("checkpoint %s is damaged and skipped: %s", checkpoint.path, damage.description)
         self._passed_over.add(checkpoint.path)
         if not damage.lasting:
@@ -178,7 +178,7 @@ class CheckpointStore:
         except OSError as error:
             log.warning("the damage of %s cannot be recorded: %s", checkpoint.path, error)
 
-    def _read(self, folder: Path) -> Complete | None:
+    def _read(self, folder: Path) -> CompleteCheckpoint | None:
         """The checkpoint in ``folder`` unless this attempt has skipped it."""
         return None if folder in self._passed_over else read_checkpoint(folder)
 
@@ -251,7 +251,7 @@ class CheckpointStore:
         held ones, or later ones (not ours). The newest that stays must be undamaged."""
         before = int(spare.name.removeprefix("step-"))
         while True:
-            held = self._held()
+            held = self._retained()
             complete = [c for c in self.complete() if c.step < before and c.step not in held]
             saved = self._read(spare)
             stay = max(0, count - (saved is not None))
@@ -259,23 +259,23 @@ class CheckpointStore:
             if not gone or self._is_whole(saved or complete[-1]):
                 break
         for old in gone:
-            if old.step in self._held():  # requested in the meantime
+            if old.step in self._retained():  # requested in the meantime
                 continue
             # Marker first: an interrupted deletion leaves nothing that looks complete.
             atomic.remove_quietly(old.path / MARKER)
             atomic.remove_tree(old.path)
 
-    def _is_whole(self, checkpoint: Complete) -> bool:
+    def _is_whole(self, checkpoint: CompleteCheckpoint) -> bool:
         """Tell whether a checkpoint can be resumed from; it is read unless it was read since its
         last change. A damaged one is set aside."""
-        damage: Damage | None
+        damage: CheckpointDamage | None
         try:
             now = _state_of(checkpoint.path)
             if self._whole.get(checkpoint.path) == now:
                 return True
             damage = damage_of(checkpoint)
         except OSError as error:
-            damage = Damage(f"it cannot be read ({error})", lasting=False)
+            damage = CheckpointDamage(f"it cannot be read ({error})", lasting=False)
         if damage is None:
             self._whole[checkpoint.path] = now
             return True
@@ -294,14 +294,16 @@ class CheckpointStore:
                 atomic.remove_tree(path)
 
 
-def read_checkpoint(folder: Path) -> Complete | None:
+def read_checkpoint(folder: Path) -> CompleteCheckpoint | None:
     """The checkpoint in ``folder``; None if it is incomplete or cannot be read."""
     with contextlib.suppress(OSError):
         return _whole(folder)
     return None
 
 
-def _whole(folder: Path, complain: Callable[[str], Any] = lambda _: None) -> Complete | None:
+def _whole(
+    folder: Path, complain: Callable[[str], Any] = lambda _: None
+) -> CompleteCheckpoint | None:
     try:
         marker = atomic.read_json(folder / MARKER)
         if marker is None:
@@ -312,7 +314,7 @@ def _whole(folder: Path, complain: Callable[[str], Any] = lambda _: None) -> Com
             if damage := size_damage(folder / name, size):
                 complain(f"checkpoint {folder} is ignored: {damage}")
                 return None
-        found_here = Complete(int(marker["step"]), int(marker["attempt"]), folder)
+        found_here = CompleteCheckpoint(int(marker["step"]), int(marker["attempt"]), folder)
         if _NAME.fullmatch(folder.name) and folder.name != step_name(found_here.step):
             complain(f"checkpoint {folder} is ignored: it is a copy of another step's")
             return None
@@ -322,7 +324,7 @@ def _whole(folder: Path, complain: Callable[[str], Any] = lambda _: None) -> Com
         return None
 
 
-class Damage(NamedTuple):
+class CheckpointDamage(NamedTuple):
     """Damage to a checkpoint that looks complete. ``lasting``: it will never be readable; a read
     error may pass."""
 
@@ -330,7 +332,9 @@ class Damage(NamedTuple):
     lasting: bool
 
 
-def damage_of(checkpoint: Complete, names: Iterable[str] | None = None) -> Damage | None:
+def damage_of(
+    checkpoint: CompleteCheckpoint, names: Iterable[str] | None = None
+) -> CheckpointDamage | None:
     """Difference between a complete checkpoint and what was saved; None if there is none, or it
     has no hashes.
 
@@ -343,11 +347,11 @@ def damage_of(checkpoint: Complete, names: Iterable[str] | None = None) -> Damag
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             found = list(pool.map(hash_of, (checkpoint.path / name for name in wanted)))
     except (OSError, ValueError, TypeError) as error:
-        return Damage(f"it cannot be read ({error})", lasting=False)
+        return CheckpointDamage(f"it cannot be read ({error})", lasting=False)
     different = [n for n, digest in zip(wanted, found, strict=True) if digest != hashes[n]]
     if not different:
         return None
-    return Damage(
+    return CheckpointDamage(
         f"the contents of {', '.join(different)} differ from what was saved", lasting=True
     )
 
@@ -414,13 +418,13 @@ def tree_bytes(folder: Path) -> int:
 HOLD_NAME = re.compile(r"step-(\d+)-(.+)\.json")
 
 
-def held_steps(stage: StagePaths) -> frozenset[int]:
+def retained_steps(stage: StagePaths) -> frozenset[int]:
     """Steps of a training stage whose checkpoints a stage waits for."""
     found = map(HOLD_NAME.fullmatch, names_in(stage.holds))
     return frozenset(int(match.group(1)) for match in found if match)
 
 
-class Holds:
+class RetainedCheckpoints:
     """The holds of one plan, updated as stages finish."""
 
     def __init__(self, plan: Plan, layout: Layout) -> None:

@@ -89,7 +89,7 @@ def call_title(call: str) -> str:
     return f"run {call}"
 
 
-class _Below:
+class _FixedPath:
     """A path with a fixed name below one of its owner's folders."""
 
     def __init__(self, folder: str, name: str) -> None:
@@ -109,35 +109,35 @@ class AttemptPaths:
 
     #: The :class:`Attempt` as it was claimed, the whole recipe configuration of the claiming
     #: call, and its inputs (role -> stage id).
-    intent = _Below("control", "intent.json")
+    intent = _FixedPath("control", "intent.json")
     #: The job's id, and for local jobs its process.
-    job = _Below("control", "job.json")
+    job = _FixedPath("control", "job.json")
     #: The token that lets the attempt run: taken by the worker, or by a process that gave it up.
-    started = _Below("control", "started.json")
+    started = _FixedPath("control", "started.json")
     #: Counter, progress and times, replaced every few seconds.
-    heartbeat = _Below("control", "heartbeat.json")
+    heartbeat = _FixedPath("control", "heartbeat.json")
     #: Request to save and end, with the reason.
-    stop = _Below("control", "stop.json")
+    stop = _FixedPath("control", "stop.json")
     #: Address of a server, once it answers.
-    endpoint = _Below("control", "endpoint.json")
+    endpoint = _FixedPath("control", "endpoint.json")
     #: Deleted while its worker lacks disk space: deletion works on a full disk, too.
-    room = _Below("control", "room")
+    room = _FixedPath("control", "room")
     #: Its end.
-    outcome = _Below("control", "outcome.json")
+    outcome = _FixedPath("control", "outcome.json")
     #: All output of the worker.
-    log = _Below("control", "log.txt")
+    log = _FixedPath("control", "log.txt")
     #: A local worker's output beside its log.
-    printed = _Below("control", "printed.log")
+    printed = _FixedPath("control", "printed.log")
     #: submitit's folder.
-    submitit = _Below("control", "submitit")
+    submitit = _FixedPath("control", "submitit")
     #: The tracker's files.
-    tracker = _Below("data", "tracking")
+    tracker = _FixedPath("data", "tracking")
     #: One JSON line per logged step.
-    metrics = _Below("data", "metrics.jsonl")
+    metrics = _FixedPath("data", "metrics.jsonl")
     #: One Parquet file per step.
-    rollouts = _Below("data", "rollouts")
+    rollouts = _FixedPath("data", "rollouts")
     #: The stage's output for other stages.
-    output = _Below("data", "output")
+    output = _FixedPath("data", "output")
 
 
 @dataclass(frozen=True)
@@ -148,15 +148,15 @@ class StagePaths:
     data: Path
 
     #: The definition of the stage.
-    spec = _Below("control", "spec.json")
+    spec = _FixedPath("control", "spec.json")
     #: Exists exactly when the stage is done.
-    result = _Below("control", "result.json")
+    result = _FixedPath("control", "result.json")
     #: One folder per attempt.
-    attempts = _Below("control", "attempts")
+    attempts = _FixedPath("control", "attempts")
     #: Resume checkpoints, shared by all attempts.
-    checkpoints = _Below("data", "checkpoints")
+    checkpoints = _FixedPath("data", "checkpoints")
     #: One file per stage that waits for a checkpoint of this one.
-    holds = _Below("control", "holds")
+    holds = _FixedPath("control", "holds")
 
     def attempt(self, number: int) -> AttemptPaths:
         """The files of one attempt, counted from 1."""
@@ -175,21 +175,21 @@ class RunPaths:
     folder: Path
 
     #: The :class:`RunRecord`.
-    record = _Below("folder", "run.json")
+    record = _FixedPath("folder", "run.json")
     #: Events, one JSON line each.
-    events = _Below("folder", "events.jsonl")
+    events = _FixedPath("folder", "events.jsonl")
     #: The process that works on it, its output, and its end.
-    orchestrator = _Below("folder", "orchestrator.json")
+    orchestrator = _FixedPath("folder", "orchestrator.json")
     #: Output of the process that works on it in the background.
-    log = _Below("folder", "orchestrator.log")
+    log = _FixedPath("folder", "orchestrator.log")
     #: submitit's folder of an orchestrator that is a job itself.
-    job_folder = _Below("folder", "submitit")
+    job_folder = _FixedPath("folder", "submitit")
     #: One file per process that has taken it over, created exclusively.
-    turns = _Below("folder", "turns")
+    turns = _FixedPath("folder", "turns")
     #: One file per request to end it, or stages of it.
-    cancel = _Below("folder", "cancel")
+    cancel = _FixedPath("folder", "cancel")
     #: Uncommitted changes of the code, if it came from a checkout.
-    diff = _Below("folder", "dirty.diff")
+    diff = _FixedPath("folder", "dirty.diff")
 
 
 @dataclass(frozen=True)
@@ -200,37 +200,37 @@ class Layout:
     data: Path
 
     #: Marks a workspace, and its format.
-    format_file = _Below("control", "workspace.json")
+    format_file = _FixedPath("control", "workspace.json")
     #: Names the workspace of a separate data root.
-    data_mark = _Below("data", "refiner-data.json")
+    data_mark = _FixedPath("data", "refiner-data.json")
     #: One folder per stage.
-    stages = _Below("control", "stages")
+    stages = _FixedPath("control", "stages")
     #: One folder per call.
-    runs = _Below("control", "runs")
+    runs = _FixedPath("control", "runs")
     #: One folder per code snapshot.
-    code = _Below("control", "code")
+    code = _FixedPath("control", "code")
     #: submitit's folders of arrays, one each.
-    batches = _Below("control", "batches")
+    batches = _FixedPath("control", "batches")
     #: Reservations and pins.
-    disk = _Below("control", "disk")
+    disk = _FixedPath("control", "disk")
     #: Folder target of publishing.
-    published = _Below("data", "published")
+    published = _FixedPath("data", "published")
     #: One folder per query of `refiner rescore`.
-    rescores = _Below("data", "rescores")
+    rescores = _FixedPath("data", "rescores")
     #: One folder per judge and material that `refiner judge report` has measured.
-    judge_reports = _Below("data", "judge-reports")
+    judge_reports = _FixedPath("data", "judge-reports")
     #: The store of judgements.
-    judgements = _Below("data", "judgements")
+    judgements = _FixedPath("data", "judgements")
     #: One folder per sweep, by its name.
-    sweeps = _Below("control", "sweeps")
+    sweeps = _FixedPath("control", "sweeps")
     #: One folder per report of a sweep.
-    reports = _Below("data", "reports")
+    reports = _FixedPath("data", "reports")
     #: One folder per nightly evaluation.
-    nightly = _Below("control", "nightly")
+    nightly = _FixedPath("control", "nightly")
     #: Workspaces of proofs in progress.
-    proof_scratch = _Below("data", "proofs/scratch")
+    proof_scratch = _FixedPath("data", "proofs/scratch")
     #: One folder per shared server.
-    services = _Below("control", "services")
+    services = _FixedPath("control", "services")
 
     def proof(self, stage_id: str) -> Path:
         """The newest proof that a stage resumes exactly."""

@@ -24,12 +24,12 @@ from typing import Any
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.layout import night_call
-from infra.store.orchestrators import Orchestrator, orchestrator_of, take_turn
+from infra.store.orchestrators import OrchestratorProcess, orchestrator_of, take_turn
 from infra.store.records import RecordFiles, now_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import to_json
 from refiner_core.nightly.changes import Values
-from refiner_core.nightly.definition import ROW_VERSION, Row
+from refiner_core.nightly.definition import ROW_VERSION, NightRow
 
 
 class NightlyRecords(RecordFiles):
@@ -46,7 +46,7 @@ class NightlyRecords(RecordFiles):
         """All nights that were started or followed up, in order."""
         return [p.name for p in _sorted(self.folder / "nights", "[0-9]*")]
 
-    def worker_of(self, night: str) -> Orchestrator:
+    def worker_of(self, night: str) -> OrchestratorProcess:
         """The last process that took a night over."""
         who = orchestrator_of(self._workspace, night_call(self.name, night))
         has_left = (self._night(night) / "turns" / f"{who.turn:04d}.left").exists()
@@ -94,11 +94,11 @@ class NightlyRecords(RecordFiles):
 
     # ------------------------------------------------------------ the history
 
-    def add_row(self, row: Row) -> bool:
+    def add_row(self, row: NightRow) -> bool:
         """Write a line of the table; False if it exists."""
         return self._create(self.folder / "history" / f"{row.key}.json", to_json(row))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[NightRow]:
         """The whole table, by night, then by file name.
 
         Raises
@@ -107,7 +107,7 @@ class NightlyRecords(RecordFiles):
             A line is damaged or of a newer version.
         """
         paths = _sorted(self.folder / "history", "[0-9]*.json")
-        found = (self.load(Row, path, newest=ROW_VERSION) for path in paths)
+        found = (self.load(NightRow, path, newest=ROW_VERSION) for path in paths)
         return [row for row in found if row is not None]
 
     def keep_values(self, stage: str, protocol: str, values: Mapping[str, Values]) -> None:
@@ -134,11 +134,11 @@ class NightlyRecords(RecordFiles):
         found = map(self.read_control, _sorted(self.folder / "alerts", "*/alert.json"))
         return sorted((a for a in found if a is not None), key=lambda a: (a["night"], a["id"]))
 
-    def note_not_told(self, alert: str, whys: Mapping[str, str]) -> None:
+    def note_unsent(self, alert: str, whys: Mapping[str, str]) -> None:
         """Record which channels did not accept an alert, and why."""
         self._create(self.folder / "alerts" / alert / "not-told.json", whys)
 
-    def not_told(self, alert: str) -> dict[str, str]:
+    def unsent(self, alert: str) -> dict[str, str]:
         """Channel -> why it did not accept an alert."""
         return self.read_control(self.folder / "alerts" / alert / "not-told.json") or {}
 

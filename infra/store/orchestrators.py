@@ -45,7 +45,7 @@ Standing = Literal[
 
 
 @dataclass(frozen=True)
-class Orchestrator:
+class OrchestratorProcess:
     """The newest process that took a run over.
 
     ``job`` is the Slurm job that it is, if any; ``turn`` counts the takeovers so far.
@@ -71,13 +71,13 @@ class Orchestrator:
         return f"process {self.pid} on {self.host}{job}"
 
 
-def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
+def orchestrator_of(workspace: Workspace, run_id: str) -> OrchestratorProcess:
     """The process that works on a run."""
     number, turn = workspace.newest_turn(run_id)
     said = workspace.read_orchestrator(run_id) or {}
     text = str(turn.get("process") or said.get("process") or "")
     if not text:
-        return Orchestrator("none", number)
+        return OrchestratorProcess("none", number)
     process = ProcessId.parse(text)
     own = said if said.get("process") == text else {}
     standing: Standing = "elsewhere"
@@ -87,7 +87,7 @@ def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
         standing = "running" if process.alive else "gone"
     job, at = str(turn.get("job") or ""), str(own.get("at") or turn.get("at") or "")
     code = own.get("exit_code")
-    return Orchestrator(standing, number, process.pid, process.host, job, code, at)
+    return OrchestratorProcess(standing, number, process.pid, process.host, job, code, at)
 
 
 def wanted_by_others(workspace: Workspace, ours: AbstractSet[str]) -> dict[str, str]:
@@ -130,7 +130,7 @@ def take_turn(workspace: Workspace, run_id: str, after: int) -> bool:
 
 def require_idle(
     workspace: Workspace, run_id: str, *, regardless: bool = False, job: str = ""
-) -> Orchestrator:
+) -> OrchestratorProcess:
     """Refuse a call that another process works on; ``regardless`` as in :func:`take_up`. A process
     of the Slurm ``job`` that this one is does not count: the job has been restarted.
 
@@ -146,7 +146,7 @@ def require_idle(
     return who
 
 
-def busy_error(run_id: str, who: Orchestrator) -> ConfigurationError:
+def busy_error(run_id: str, who: OrchestratorProcess) -> ConfigurationError:
     """Error for a run that cannot be taken over now, with alternatives."""
     title = call_title(run_id)
     name = title.partition(" ")[2]
@@ -194,7 +194,7 @@ class Lease:
         self._path = folder / "leases" / f"{holder}.json"
         self._clock, self._counter = clock, 0
         self._renewed_at: float | None = None
-        self._complaints = atomic.Complaints()
+        self._complaints = atomic.WarningLog()
 
     def renew(self) -> None:
         """Move the counter if it is due."""
@@ -207,7 +207,7 @@ class Lease:
             atomic.write_json(self._path, {"counter": self._counter}, sync=False)
         except OSError as error:
             text = "the lease %s cannot be renewed: %s"
-            self._complaints.say("renew", text, self._path, error)
+            self._complaints.print_line("renew", text, self._path, error)
 
     def release(self) -> None:
         """Return the lease; repetition is harmless."""

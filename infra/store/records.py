@@ -58,7 +58,7 @@ class RecordFiles:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         #: For files that are read again and again.
-        self.complaints = atomic.Complaints()
+        self.complaints = atomic.WarningLog()
 
     @property
     def root(self) -> Path:
@@ -196,7 +196,7 @@ class RecordFiles:
         try:
             return self.read_control(path)
         except WorkspaceError as error:
-            self.complaints.say(path, "%s", error)
+            self.complaints.print_line(path, "%s", error)
             return None
 
     def _set_aside(self, path: Path, why: str) -> None:
@@ -213,10 +213,10 @@ class RecordFiles:
             return  # another process has just done it
         except OSError as error:
             text = "%s; it is left out, and cannot be set aside: %s"
-            self.complaints.say(path, text, why, error)
+            self.complaints.print_line(path, text, why, error)
             return
         kept = f"kept as {aside.name}" if is_still else "left out"
-        self.complaints.say(path, "%s; it is %s", why, kept)
+        self.complaints.print_line(path, "%s; it is %s", why, kept)
 
     def _way_out(self, path: Path) -> str:
         """Fix for a damaged file: the least that can be removed, and the consequence."""
@@ -291,7 +291,9 @@ class RunRecords(RecordFiles):
             except WorkspaceError as error:
                 if error.errno is not None:
                     raise
-                self.complaints.say(self.layout.run(run_id).record, "%s; it is left out", error)
+                self.complaints.print_line(
+                    self.layout.run(run_id).record, "%s; it is left out", error
+                )
 
     # ------------------------------------------------------------ the process that works on it
 
@@ -325,7 +327,7 @@ class RunRecords(RecordFiles):
             return False
         return True
 
-    def ask_cancel(self, run_id: str, by: str, stages: Sequence[str] = ()) -> bool:
+    def request_cancel(self, run_id: str, by: str, stages: Sequence[str] = ()) -> bool:
         """Request the end of a call, or of some of its stages (by name; none: all of them).
 
         Returns

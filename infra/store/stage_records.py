@@ -30,7 +30,7 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import (
     RECORD_VERSION,
     Attempt,
-    Outcome,
+    AttemptOutcome,
     OutputFile,
     StageRecord,
     StageResult,
@@ -47,7 +47,7 @@ _PAPERS = (CARD, EVIDENCE)
 
 
 @dataclass(frozen=True)
-class Lying:
+class PublishedState:
     """A publication made by refiner.
 
     Attributes
@@ -68,19 +68,19 @@ class Lying:
         return frozenset({CARD, EVIDENCE, *(f.path for f in self.files)})
 
 
-def read_evidence(text: str | bytes | None) -> Lying | None:
+def read_evidence(text: str | bytes | None) -> PublishedState | None:
     """Contents of an evidence file; None if there is none, or it is not refiner's."""
     try:
         said: Any = json.loads(text or "null")
         if not isinstance(said, dict) or said.get("kind") != KIND:
             return None
         files = tuple(OutputFile(f["path"], f["bytes"], f["sha256"]) for f in said["files"])
-        return Lying(int(said["step"]), str(said["fingerprint"]), files)
+        return PublishedState(int(said["step"]), str(said["fingerprint"]), files)
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def lying_at(place: Path) -> Lying | None:
+def published_at(place: Path) -> PublishedState | None:
     """Refiner's publication at a place; None if there is none."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return read_evidence(again((place / EVIDENCE).read_bytes))
@@ -106,8 +106,8 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
         for path in (target, *(target / name for name in wanted), target / CARD):
             if not exists(path):
                 return f"{path} is gone"
-        lying = lying_at(target)
-        there = {f.path: f.sha256 for f in lying.files} if lying else {}
+        published_state = published_at(target)
+        there = {f.path: f.sha256 for f in published_state.files} if published_state else {}
         if CARD in wanted:
             there[CARD] = hash_of(target / CARD)
     except (OSError, ValueError) as error:
@@ -119,7 +119,7 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Claim:
+class StageClaim:
     """Claim of an orchestrator on a stage.
 
     ``after`` is the number of the newest attempt that it has seen (0: none); the claim fails if
@@ -160,7 +160,7 @@ class StageRecords(RecordFiles):
             lost = paths.attempt(next(n for n, a in found.items() if a is None))
             raise _incomplete(lost.control, lost.intent.name, "delete that folder")
         if result is not None:  # it is written before the outcome; a kill may come in between
-            end, at = Outcome("none", "finish"), result.finished_at
+            end, at = AttemptOutcome("none", "finish"), result.finished_at
             attempts = tuple(
                 replace(a, outcome=end, ended_at=at)
                 if a.number == result.attempt and a.outcome is None
@@ -212,7 +212,7 @@ class StageRecords(RecordFiles):
         paths = self.layout.attempt(stage_id, number)
         if not any(name.startswith(paths.intent.name) for name in names_in(paths.control)):
             return {}
-        outcome = Outcome("killed", "resume", f"its {paths.intent.name} was damaged")
+        outcome = AttemptOutcome("killed", "resume", f"its {paths.intent.name} was damaged")
         if self.sets_aside:
             self.close_attempt(stage_id, number, outcome)
         return {"outcome": to_json(outcome)}
@@ -272,7 +272,11 @@ class StageRecords(RecordFiles):
         return [name for name in names_in(folder) if is_folder(folder / name)]
 
     def claim_attempt(
-        self, stage: PlannedStage, config: RecipeConfig, inputs: Mapping[str, str], claim: Claim
+        self,
+        stage: PlannedStage,
+        config: RecipeConfig,
+        inputs: Mapping[str, str],
+        claim: StageClaim,
     ) -> Attempt | None:
         """Take the next attempt at a stage; None if another orchestrator was faster.
 
@@ -370,7 +374,7 @@ class StageRecords(RecordFiles):
         if not won or max(paths.attempt_numbers(), default=0) != attempt.number:
             return None
         if exists(paths.result):  # it became done since the caller's check
-            done = Outcome("none", "finish", "was done already")
+            done = AttemptOutcome("none", "finish", "was done already")
             self.close_attempt(stage_id, attempt.number, done)
             return None
         return attempt
@@ -390,7 +394,7 @@ class StageRecords(RecordFiles):
         return bool(started.get("void"))
 
     def close_attempt(
-        self, stage_id: str, number: int, outcome: Outcome, seconds: float | None = None
+        self, stage_id: str, number: int, outcome: AttemptOutcome, seconds: float | None = None
     ) -> bool:
         """Write how an attempt ended; False if that was written before."""
         value = {"outcome": to_json(outcome), "ended_at": now_text(), "seconds": seconds}
@@ -400,7 +404,7 @@ class StageRecords(RecordFiles):
         """Make a stage done; False if it was done before."""
         return atomic.create_json(self.layout.stage(stage_id).result, to_json(result))
 
-    def note_room(self, stage_id: str, number: int, *, there: bool) -> None:
+    def note_space(self, stage_id: str, number: int, *, there: bool) -> None:
         """Record that an attempt has space to write, or (by deleting a file, which works on a full
         disk and on any node) that it has none; OSError if there is no space to record that."""
         path = self.layout.attempt(stage_id, number).room
@@ -416,7 +420,7 @@ class StageRecords(RecordFiles):
         newest = max(paths.attempt_numbers(), default=0)
         return newest > number or exists(paths.attempt(number).outcome)
 
-    def ask_stop(
+    def request_stop_of(
         self, stage_id: str, number: int, failure: Literal["interrupted", "cancelled"], reason: str
     ) -> bool:
         """Record why a worker is about to be asked to save and end, before it gets the signal,
@@ -427,7 +431,7 @@ class StageRecords(RecordFiles):
         value = {"reason": reason, "failure": failure, "at": now_text()}
         return atomic.create_json(self.layout.attempt(stage_id, number).stop, value)
 
-    def stop_asked(self, stage_id: str, number: int) -> dict[str, Any] | None:
+    def stop_requested_by(self, stage_id: str, number: int) -> dict[str, Any] | None:
         """Reason why the worker was asked to end (``reason``, ``failure``); None if it was not."""
         return self.read_control(self.layout.attempt(stage_id, number).stop)
 
@@ -476,5 +480,5 @@ def _restart(said: Mapping[str, Any]) -> int:
     return int(said.get("restart") or 0)
 
 
-def _outcome(said: Mapping[str, Any]) -> Outcome:
-    return from_json(Outcome, said["outcome"])
+def _outcome(said: Mapping[str, Any]) -> AttemptOutcome:
+    return from_json(AttemptOutcome, said["outcome"])

@@ -26,10 +26,10 @@ from infra.store import atomic
 from infra.store.atomic import has_room, no_space_error
 from infra.store.layout import Layout
 from infra.store.records import RunRecords, now_text
-from infra.store.stage_records import Claim, StageRecords
+from infra.store.stage_records import StageClaim, StageRecords
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 
-__all__ = ["FORMAT", "Claim", "Workspace", "now_text"]
+__all__ = ["FORMAT", "StageClaim", "Workspace", "now_text"]
 
 
 #: Environment variable: workspaces, or folders of them, that this user shares with others; several
@@ -195,7 +195,7 @@ class Workspace(StageRecords, RunRecords):
         value: dict[str, Any] = {"format": 1, "made": now_text()}
         data = self.layout.data
         if data != self.root:
-            self._refuse_foreign_data(value)
+            self._refuse_other_data(value)
             make_folder(data)
             inside = data.is_relative_to(self.root)  # then it moves with the workspace
             name = data.relative_to(self.root).as_posix() if inside else str(data)
@@ -263,9 +263,9 @@ class Workspace(StageRecords, RunRecords):
             make_folder(self.layout.data)
             mark = {"id": found["id"], "workspace": str(self.root)}
             atomic.create_json(self.layout.data_mark, mark)
-        self._refuse_foreign_data(found)
+        self._refuse_other_data(found)
 
-    def _refuse_foreign_data(self, found: dict[str, Any]) -> None:
+    def _refuse_other_data(self, found: dict[str, Any]) -> None:
         mark = self.read_control(self.layout.data_mark)
         if mark is None or mark.get("id") == found.get("id"):
             return

@@ -31,7 +31,7 @@ from refiner_core.cards.results import (
     progression_tables,
     result_tables,
 )
-from refiner_core.cards.words import Sentences, grpo_flags, own_settings, training_curve
+from refiner_core.cards.sentences import Sentences, grpo_flags, own_settings, training_curve
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.kinds import KINDS, card_words
 

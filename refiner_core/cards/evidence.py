@@ -52,7 +52,7 @@ _ONLY_WHERE_ANY = ("proof", "certificate", "versions")
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CardEvidence:
     """A parsed ``refiner.json``: the files of a publication and the facts of its card."""
 
     facts: CardFacts
@@ -154,7 +154,7 @@ def evidence_text(
     return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def load_evidence(text: str) -> Evidence:
+def load_evidence(text: str) -> CardEvidence:
     """Read ``refiner.json``.
 
     Raises
@@ -172,7 +172,7 @@ def load_evidence(text: str) -> Evidence:
         newer = "install the version of refiner that wrote it"
         raise _unfit(f"has format {content.get('format')}", newer)
     try:
-        return Evidence(
+        return CardEvidence(
             facts=facts_from_json(content["facts"]),
             step=int(content["step"]),
             final=bool(content["final"]),

@@ -74,7 +74,7 @@ class CardFacts:
         Stage reports by stage name (``data``, ``sft``, ``grpo``), as the stages returned them.
     evaluations
         ``{stage, protocol, protocol_name, decoding, metric, value, low, high, n}`` each; ``stage``
-        names the model (``base``, ``random_copier``, ``sft``, ``grpo``, ``grpo-step50``),
+        names the model (``base``, ``random_baseline_answers``, ``sft``, ``grpo``, ``grpo-step50``),
         ``protocol`` is a fingerprint. ``numerator``, ``denominator``, ``interval`` and
         ``samples_file`` are kept if known.
     protocols
@@ -118,10 +118,10 @@ class CardFacts:
         was not resumed: ``failure``, ``step`` (the last finished one), ``ended_at``.
     proof
         The last result of `refiner prove-resume` for the stage that trained the model (see
-        :mod:`refiner_core.cards.words`); empty if there is none.
+        :mod:`refiner_core.cards.sentences`); empty if there is none.
     certificate
         The result of `refiner certify` for the kind of machine that trained the model (see
-        :func:`refiner_core.cards.words.public_certificate`); empty if there is none.
+        :func:`refiner_core.cards.sentences.public_certificate`); empty if there is none.
     versions
         Versions of the kinds of the stages behind it, by name, for kinds whose behaviour has
         changed since (:data:`refiner_core.contract.planned.STAGE_CHANGES`).

@@ -36,7 +36,7 @@ _STEP = re.compile(r"(\w+)-step(\d+)")
 PROGRESSION = ("reward", "rubric_score", "citation_f1", "format_valid", "oracle", "fact_recall")
 
 
-class Entry(NamedTuple):
+class ResultEntry(NamedTuple):
     """An evaluation and its place in ``facts.evaluations``."""
 
     place: int
@@ -94,17 +94,19 @@ def _table(
     return {"title": title, "about": about, "header": tuple(header), "rows": lines}
 
 
-def by_protocol(facts: CardFacts) -> dict[tuple[str, str], list[Entry]]:
+def by_protocol(facts: CardFacts) -> dict[tuple[str, str], list[ResultEntry]]:
     """Evaluations by (protocol, decoding), in order."""
-    groups: dict[tuple[str, str], list[Entry]] = {}
+    groups: dict[tuple[str, str], list[ResultEntry]] = {}
     for place, entry in enumerate(facts.evaluations):
-        groups.setdefault((entry["protocol"], entry["decoding"]), []).append(Entry(place, entry))
+        groups.setdefault((entry["protocol"], entry["decoding"]), []).append(
+            ResultEntry(place, entry)
+        )
     return groups
 
 
-def own_entries(facts: CardFacts) -> list[Entry]:
+def own_entries(facts: CardFacts) -> list[ResultEntry]:
     """The evaluations of the card's own model."""
-    everything = (Entry(place, entry) for place, entry in enumerate(facts.evaluations))
+    everything = (ResultEntry(place, entry) for place, entry in enumerate(facts.evaluations))
     return [entry for entry in everything if entry.model == facts.own]
 
 
@@ -123,19 +125,19 @@ def step_of(model: str, facts: CardFacts) -> int | None:
 # ---------------------------------------------------------------- agents
 
 
-def about_tasks(entries: Sequence[Entry]) -> bool:
+def about_tasks(entries: Sequence[ResultEntry]) -> bool:
     """True if these are numbers of an agent."""
     return any(of_tasks(e.metric) for e in entries)
 
 
-def _of_all_attempts(entries: Sequence[Entry]) -> tuple[str, ...]:
+def _of_all_attempts(entries: Sequence[ResultEntry]) -> tuple[str, ...]:
     """The few metrics that represent an agent, by the number of attempts per task."""
     found = (re.fullmatch(r"pass@(\d+)", e.metric) for e in entries)
     most = max((int(match[1]) for match in found if match), default=1)
     return (FIRST, "pass@1", f"pass@{most}", f"pass^{most}") if most > 1 else ("pass@1",)
 
 
-def told_metrics(entries: Sequence[Entry]) -> list[str]:
+def shown_metrics(entries: Sequence[ResultEntry]) -> list[str]:
     """Rows of the table of numbers, in order: metrics of tasks, overall and then by domain."""
     found, main = dict.fromkeys(e.metric for e in entries), _of_all_attempts(entries)
     return [
@@ -152,13 +154,13 @@ def told_metrics(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-def main_metrics(entries: Sequence[Entry]) -> list[str]:
+def main_metrics(entries: Sequence[ResultEntry]) -> list[str]:
     """The few metrics that represent an agent in a small table."""
     found = {e.metric for e in entries}
     return [name for name in dict.fromkeys(_of_all_attempts(entries)) if name in found]
 
 
-def _failures(facts: CardFacts, entries: list[Entry], models: list[str]) -> Table:
+def _failures(facts: CardFacts, entries: list[ResultEntry], models: list[str]) -> Table:
     """Reasons of an agent's failed attempts: counts in a separate table, so that they are not
     mistaken for scores."""
     known = {(e.metric, e.model): e for e in entries}
@@ -193,7 +195,7 @@ def _failures(facts: CardFacts, entries: list[Entry], models: list[str]) -> Tabl
 
 
 def result_tables(
-    facts: CardFacts, about: Callable[[str, list[Entry]], str] = lambda *_: ""
+    facts: CardFacts, about: Callable[[str, list[ResultEntry]], str] = lambda *_: ""
 ) -> list[Table]:
     """One table per (protocol, decoding): this model and its comparisons; for an agent also one
     of failures. ``about`` describes a protocol with these numbers."""
@@ -205,7 +207,7 @@ def result_tables(
         models = sorted({e.model for e in entries}, key=_rank)
         metrics = list(dict.fromkeys(e.metric for e in entries))
         if facts.is_agent:
-            metrics = told_metrics(entries)
+            metrics = shown_metrics(entries)
         usual = usual_n(entries)
         tables.append(
             _table(
@@ -245,14 +247,14 @@ def progression_tables(facts: CardFacts) -> list[Table]:
     return tables
 
 
-def usual_n(entries: list[Entry]) -> Entry:
+def usual_n(entries: list[ResultEntry]) -> ResultEntry:
     """An entry with the most frequent n; metrics by domain have their own n."""
     entries = [e for e in entries if not domain_of(e.metric)] or entries
     (usual, _), *_ = Counter(e.values["n"] for e in entries).most_common(1)
     return next(e for e in entries if e.values["n"] == usual)
 
 
-def _title(entry: Entry) -> str:
+def _title(entry: ResultEntry) -> str:
     """Name, decoding, n and fingerprint of a table's protocol."""
     values = entry.values
     return (
@@ -277,7 +279,7 @@ def label(model: str, facts: CardFacts) -> str:
     return f"**{name} (this model)**" if model == facts.own else name
 
 
-def cell(entry: Entry, usual: int | None = None) -> str:
+def cell(entry: ResultEntry, usual: int | None = None) -> str:
     """``0.512 [0.480, 0.543], n = 64``; n only if it differs from ``usual``, a dash for a missing
     number."""
     n = entry.values["n"]
@@ -358,7 +360,7 @@ def model_index(facts: CardFacts) -> list[dict[str, Any]]:
     return [{"name": facts.name, "results": results}] if results else []
 
 
-def _index_metric(entry: Entry) -> dict[str, Any]:
+def _index_metric(entry: ResultEntry) -> dict[str, Any]:
     """One metric in the form of ``model-index``: type, name with n and 95 % interval, value."""
     interval = ""
     if entry.interval is not None:

@@ -134,13 +134,13 @@ def readable(source: Path | str, what: str, fix: str = "") -> Iterator[None]:
     except AssertionError:
         raise
     except Exception as error:  # yaml and omegaconf raise their own families
-        why, mend = _reason(error), "correct the place named above"
+        why, fix = _reason(error), "correct the place named above"
         if isinstance(error, RecursionError):
-            why, mend = "it is nested too deeply", "correct the nesting"
+            why, fix = "it is nested too deeply", "correct the nesting"
         elif isinstance(error, OSError):
-            why, mend = error.strerror or str(error), "correct the path, or its permissions"
+            why, fix = error.strerror or str(error), "correct the path, or its permissions"
         raise ConfigurationError(
-            f"{what} cannot be read: {why}.", expected="a YAML file in UTF-8", fix=fix or mend
+            f"{what} cannot be read: {why}.", expected="a YAML file in UTF-8", fix=fix or fix
         ) from error
 
 

@@ -346,7 +346,7 @@ def _resolved(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Setting:
+class FieldSetting:
     """One place that sets a field.
 
     Attributes
@@ -369,7 +369,7 @@ class Setting:
         return "${" in self.text.replace("\\${", "")
 
 
-def settings(recipe: str, overrides: Sequence[str]) -> dict[str, list[Setting]]:
+def settings(recipe: str, overrides: Sequence[str]) -> dict[str, list[FieldSetting]]:
     """Every place that sets a field, by dotted path.
 
     Raises
@@ -380,18 +380,18 @@ def settings(recipe: str, overrides: Sequence[str]) -> dict[str, list[Setting]]:
     import yaml
     from omegaconf import OmegaConf
 
-    found: dict[str, list[Setting]] = {}
+    found: dict[str, list[FieldSetting]] = {}
     home = {path.parent.resolve() for path in shipped_recipes().values()}
     for path, chain, _ in recipe_files(find_recipe(recipe)):
         name = path.name if path.parent in home else str(path)
         by, text = tuple(p.name for p in chain), path.read_text(encoding="utf-8")
         root = yaml.compose(text, yaml.SafeLoader)
         for field, (line, written) in dict(_scalars(root, "", text)).items():
-            found.setdefault(field, []).append(Setting(f"{name}:{line}", written, by))
+            found.setdefault(field, []).append(FieldSetting(f"{name}:{line}", written, by))
     for text in overrides:
         values = OmegaConf.to_container(parse_override(text), resolve=False)
         for field, _ in leaves("", values):
-            found.setdefault(field, []).append(Setting("override", text.partition("=")[2]))
+            found.setdefault(field, []).append(FieldSetting("override", text.partition("=")[2]))
     return found
 
 

@@ -42,7 +42,7 @@ from refiner_core.contract.config import RecipeConfig, uses
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import refuse_fields
 from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE
-from refiner_core.contract.plan_builder import Builder, stage_values
+from refiner_core.contract.plan_builder import PlanBuilder, stage_values
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.protocols import configs_under, without_protocol
 
@@ -97,7 +97,7 @@ def publishes_final(config: RecipeConfig) -> bool:
     return publish.which != "listed" or listed
 
 
-def add_publications(builder: Builder, stage: str, roles: dict[str, str]) -> None:
+def add_publications(builder: PlanBuilder, stage: str, roles: dict[str, str]) -> None:
     """Add the stages that publish the model of training stage ``stage``. For the last checkpoint:
 
         grpo ──> publish ─┬─> card
@@ -152,7 +152,7 @@ def add_publications(builder: Builder, stage: str, roles: dict[str, str]) -> Non
 
 
 def _add_best(
-    builder: Builder,
+    builder: PlanBuilder,
     stage: str,
     exports: dict[int, str],
     numbers: dict[int, dict[str, str]],
@@ -244,7 +244,7 @@ def make_plan(
     ``memo``: a dictionary, initially empty, shared by all plans of one sweep with their stages.
     """
     _check_stage_list(config)
-    builder = Builder(config, sources, {} if memo is None else memo)
+    builder = PlanBuilder(config, sources, {} if memo is None else memo)
     if "data" in config.stages:
         builder.add("data", "data", {})
     models = _add_training(builder)
@@ -283,7 +283,7 @@ def _only(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> Plan:
     return Plan(config.recipe, config, wanted, given)
 
 
-def _add_training(builder: Builder) -> dict[str, str]:
+def _add_training(builder: PlanBuilder) -> dict[str, str]:
     """The chain of training stages: model name -> stage name (empty for the base)."""
     config = builder.config
     models: dict[str, str] = {"base": ""}

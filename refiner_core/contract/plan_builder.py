@@ -36,7 +36,7 @@ from refiner_core.contract.services import (
 )
 
 
-class Builder:
+class PlanBuilder:
     """Adds stages one by one; each sees the fingerprints of those before it.
 
     ``under`` has the configuration and the sources of each protocol file (empty name: the recipe's

@@ -110,7 +110,7 @@ class Interruption:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ProofComparison:
     """Comparison of one quantity.
 
     Attributes
@@ -178,7 +178,7 @@ class ResumeProof:
     how: str
     wanted: int
     interruptions: tuple[Interruption, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[ProofComparison, ...]
     tolerance: float
     processes: int | None = None
     resume_processes: int | None = None
@@ -199,7 +199,7 @@ class ResumeProof:
         return self.resume_processes in (None, self.processes)
 
     @property
-    def first(self) -> Comparison | None:
+    def first(self) -> ProofComparison | None:
         """The first difference: by step, and within a step in the order of computation."""
         found = [c for c in self.comparisons if c.differing]
         return min(found, key=lambda c: self.steps if c.first_step is None else c.first_step,
@@ -212,7 +212,7 @@ class ResumeProof:
         return None if None in sizes else max((s for s in sizes if s is not None), default=0.0)
 
 
-def verdict_of(comparisons: Sequence[Comparison], tolerance: float) -> Verdict:
+def verdict_of(comparisons: Sequence[ProofComparison], tolerance: float) -> Verdict:
     """``bitwise`` if nothing differs, ``within tolerance`` if every difference has a size within
     it, else ``diverged``."""
     if not any(c.differing for c in comparisons):

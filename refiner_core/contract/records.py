@@ -54,7 +54,7 @@ Decision = Literal["finish", "resume", "stop"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """End of an attempt: its cause and the decision taken.
 
     ``step`` is the last finished step. ``signature`` identifies the traceback, so that the same bug
@@ -93,7 +93,7 @@ class Attempt:
     started_at: str | None = None
     ended_at: str | None = None
     resumed_from_step: int | None = None
-    outcome: Outcome | None = None
+    outcome: AttemptOutcome | None = None
     restart: int = 0
     node: str = ""
     seconds: float | None = None

@@ -245,7 +245,7 @@ class TurnRequest:
 
 
 class Turns(NamedTuple):
-    """Output of a :class:`TurnDesk`: turns to begin, conversations that have ended since, and
+    """Output of a :class:`TurnScheduler`: turns to begin, conversations that have ended since, and
     whether there may be further turns at all."""
 
     begin: tuple[TurnRequest, ...]
@@ -253,7 +253,7 @@ class Turns(NamedTuple):
     more: bool
 
 
-class TurnDesk(Protocol):
+class TurnScheduler(Protocol):
     """Source of turns and receiver of completions. Only the generator's thread calls it."""
 
     def take(self, room: int, *, wait: bool) -> Turns:
@@ -274,7 +274,7 @@ class TurnDesk(Protocol):
 class TurnGenerator(Protocol):
     """Samples the turns of many conversations, each as early as possible."""
 
-    def turns(self, desk: TurnDesk) -> None:
+    def turns(self, desk: TurnScheduler) -> None:
         """Work until the desk has no more turns. The same answers of the desk to the same calls
         give the same bits: turns join by steps of decoding, not by seconds."""
 

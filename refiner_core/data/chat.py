@@ -1,6 +1,6 @@
 """The chat template applied to rows, and a loss mask that is exact to the token.
 
-In: a :class:`Row` and a tokenizer (any ``transformers`` one with a chat template; passed in, so
+In: a :class:`DataRow` and a tokenizer (any ``transformers`` one with a chat template; passed in, so
 that nothing here imports torch). Out: the prompt as the sampler sees it, and for demonstrations
 the token ids with their loss mask.
 
@@ -19,7 +19,7 @@ import unicodedata
 from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.data.rows import Message, Row
+from refiner_core.data.rows import DataRow, Message
 from refiner_core.environments.conversation import (
     TEMPLATE_FIX,
     changes_pieces,
@@ -34,12 +34,12 @@ _ANSWER_ONLY = "answer_only"
 _Piece = tuple[str, bool]
 
 
-def _options(row: Row) -> dict[str, Any]:
+def _options(row: DataRow) -> dict[str, Any]:
     """Turn thinking off if the mode requests the answer only."""
     return {"enable_thinking": False} if row.refiner_mode == _ANSWER_ONLY else {}
 
 
-def control_token(row: Row, tokenizer: Any) -> str | None:
+def control_token(row: DataRow, tokenizer: Any) -> str | None:
     """A special token of the tokenizer in the row's own text, if any.
 
     Web pages do contain ``<|im_end|>``; rendered, it would end the user's turn and let evidence
@@ -52,7 +52,7 @@ def control_token(row: Row, tokenizer: Any) -> str | None:
     return None
 
 
-def render_prompt(row: Row, tokenizer: Any) -> str:
+def render_prompt(row: DataRow, tokenizer: Any) -> str:
     """The prompt up to the start of the assistant's text."""
     return rendered(
         tokenizer, list(row.messages), "a row", add_generation_prompt=True, **_options(row)
@@ -64,7 +64,7 @@ def _ids(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _pieces_of(row: Row, tokenizer: Any) -> list[_Piece]:
+def _pieces_of(row: DataRow, tokenizer: Any) -> list[_Piece]:
     """Pieces of a rendered demonstration with and without loss; joined they give the text."""
     answer: Message = {"role": "assistant", "content": row.answer or ""}
     messages = [*row.messages, answer]
@@ -160,7 +160,9 @@ def _as_rendered(full: str, cursor: int, content: str, after: str) -> str:
     raise _unclear()
 
 
-def encode_demonstration(row: Row, tokenizer: Any) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
+def encode_demonstration(
+    row: DataRow, tokenizer: Any
+) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
     """Token ids and loss mask of a demonstration, and the number of ids in the prompt.
 
     The last turn's ids end with its end-of-turn token: text that a template puts after it (a line
@@ -191,6 +193,6 @@ def encode_demonstration(row: Row, tokenizer: Any) -> tuple[tuple[int, ...], tup
     return tuple(ids), tuple(mask), prompt_length
 
 
-def encode_prompt(row: Row, tokenizer: Any) -> tuple[int, ...]:
+def encode_prompt(row: DataRow, tokenizer: Any) -> tuple[int, ...]:
     """Token ids of the prompt up to the assistant's turn."""
     return tuple(_ids(render_prompt(row, tokenizer), tokenizer))

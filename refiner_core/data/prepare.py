@@ -40,7 +40,13 @@ from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow, S
 from refiner_core.data import chat
 from refiner_core.data.datacard import in_order, make_report, tally_of, write_report
 from refiner_core.data.prepared import write_demonstrations, write_prompts
-from refiner_core.data.rows import DEFAULT_MODE, Row, choose_questions, parse_row, same_questions
+from refiner_core.data.rows import (
+    DEFAULT_MODE,
+    DataRow,
+    choose_questions,
+    parse_row,
+    same_questions,
+)
 from refiner_core.data.sources import Which, read_rows, resolve_source
 
 FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.parquet")
@@ -49,10 +55,10 @@ T = TypeVar("T")
 Sides = tuple[list[T], list[T]]
 
 
-class _Kept(NamedTuple, Generic[T]):
+class _KeptRow(NamedTuple, Generic[T]):
     """A row that passed, and its result."""
 
-    row: Row
+    row: DataRow
     made: T
 
 
@@ -157,7 +163,7 @@ class _Selection:
         self.source = resolve_source(config.data, which)
         self.tally, self.differing_ids = tally_of(config, which), 0
 
-    def select(self, make: Callable[[Row], T | str]) -> list[_Kept[T]]:
+    def select(self, make: Callable[[DataRow], T | str]) -> list[_KeptRow[T]]:
         """Read, filter and encode; ``make`` returns a row's result, or the reason for dropping
         it."""
         tally, rows, which = self.tally, self._candidates(), self.which
@@ -166,7 +172,7 @@ class _Selection:
         if limit is not None:  # a seeded choice, so that a file sorted by topic gives all topics
             seed = self.config.data.split_seed
             order.sort(key=lambda i: derive_seed(seed, "limit", which, rows[i].content_key))
-        found: dict[int, _Kept[T]] = {}
+        found: dict[int, _KeptRow[T]] = {}
         for done, index in enumerate(order, start=1):
             if limit is not None and len(found) >= limit:
                 tally.dropped["over_max_rows"] += len(rows) - done + 1
@@ -176,7 +182,7 @@ class _Selection:
             if isinstance(made, str):
                 tally.dropped[made] += 1
             else:
-                found[index] = _Kept(rows[index], made)
+                found[index] = _KeptRow(rows[index], made)
         tally.kept = len(found)
         tally.more = {
             "modes": in_order(tally.names),
@@ -186,9 +192,9 @@ class _Selection:
             raise self._nothing_left()
         return [found[index] for index in sorted(found)]
 
-    def _candidates(self) -> list[Row]:
+    def _candidates(self) -> list[DataRow]:
         """Valid rows that pass the rules without tokens."""
-        tally, seen, rows = self.tally, set[str](), list[Row]()
+        tally, seen, rows = self.tally, set[str](), list[DataRow]()
         for raw in read_rows(self.source):
             tally.read += 1
             tell(self.io, tally.read, 0, f"read {self.which}")
@@ -202,7 +208,7 @@ class _Selection:
             rows.append(row)
         return rows
 
-    def _reason_to_drop(self, row: Row, seen: set[str]) -> str:
+    def _reason_to_drop(self, row: DataRow, seen: set[str]) -> str:
         if self.config.data.refiner_mode not in (None, row.refiner_mode):
             return "wrong_mode"
         if not row.evidence:
@@ -214,7 +220,7 @@ class _Selection:
         thinks = row.refiner_mode == DEFAULT_MODE and "</think>" in (row.answer or "")
         return "reasoning" if thinks else ""
 
-    def prompt(self, row: Row) -> PromptRow | str:
+    def prompt(self, row: DataRow) -> PromptRow | str:
         """A row as a prompt, or the reason for dropping it."""
         ids, grpo = chat.encode_prompt(row, self.tokenizer), self.config.grpo
         self.tally.prompt_lengths.append(len(ids))
@@ -227,7 +233,7 @@ class _Selection:
             *(row.rubrics, row.refiner_mode, row.truth),
         )
 
-    def demonstration(self, row: Row, held_out: set[str]) -> DemonstrationRow | str:
+    def demonstration(self, row: DataRow, held_out: set[str]) -> DemonstrationRow | str:
         """A row as a demonstration, or the reason for dropping it."""
         if not held_out.isdisjoint(row.question_names):
             return "held_out_question"
@@ -271,7 +277,7 @@ class _Selection:
 # ---------------------------------------------------------------- split
 
 
-class _Chosen(NamedTuple):
+class _QuestionSelection(NamedTuple):
     """Chosen questions: all their names, their number, and the total."""
 
     names: set[str]
@@ -279,16 +285,18 @@ class _Chosen(NamedTuple):
     of: int
 
 
-def _choose(kept: Sequence[_Kept[T]], share: float | None, seed: int, purpose: str) -> _Chosen:
+def _choose(
+    kept: Sequence[_KeptRow[T]], share: float | None, seed: int, purpose: str
+) -> _QuestionSelection:
     """A seeded share of the questions of these rows; or all of them."""
     question_of = same_questions([item.row.question_names for item in kept])
     questions = set(question_of.values())
     chosen = questions if share is None else choose_questions(questions, share, seed, purpose)
     names = {name for name, question in question_of.items() if question in chosen}
-    return _Chosen(names, len(chosen), len(questions))
+    return _QuestionSelection(names, len(chosen), len(questions))
 
 
-def _held_out(config: RecipeConfig, prompts: Sequence[_Kept[PromptRow]]) -> _Chosen:
+def _held_out(config: RecipeConfig, prompts: Sequence[_KeptRow[PromptRow]]) -> _QuestionSelection:
     data = config.data
     if data.all_held_out:
         return _choose(prompts, None, data.split_seed, "held_out")
@@ -302,7 +310,7 @@ def _held_out(config: RecipeConfig, prompts: Sequence[_Kept[PromptRow]]) -> _Cho
     return held_out
 
 
-def _on_each_side(kept: Sequence[_Kept[T]], other: set[str]) -> Sides[T]:
+def _on_each_side(kept: Sequence[_KeptRow[T]], other: set[str]) -> Sides[T]:
     """Training rows, and rows whose question has a name in ``other``; ids made unique."""
     ids = Counter(item.row.sample_id for item in kept)
     sides: Sides[T] = ([], [])

@@ -1,7 +1,7 @@
 """Validation of raw rows in both forms, normalised to one.
 
 In: :class:`RawRow` values from :mod:`refiner_core.data.sources`.
-Out: :class:`Row` values, or a :class:`DataError` with file, line, and the expected form.
+Out: :class:`DataRow` values, or a :class:`DataError` with file, line, and the expected form.
 
 ====================== ==================================================================
 form                   columns
@@ -83,7 +83,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """One valid row.
 
     ``messages`` is the prompt (for SFT, everything before the last assistant turn) and ``answer``
@@ -132,7 +132,7 @@ class Row:
         return self.question_key, compared(self.question), compared(self.prompt_text)
 
 
-def parse_row(raw: RawRow, which: Which) -> Row:
+def parse_row(raw: RawRow, which: Which) -> DataRow:
     """Validate one raw row.
 
     Raises
@@ -146,7 +146,7 @@ def parse_row(raw: RawRow, which: Which) -> Row:
         raise raw.wrong("is nested too deeply", "objects and lists a few levels deep") from error
 
 
-def _parsed(raw: RawRow, which: Which) -> Row:
+def _parsed(raw: RawRow, which: Which) -> DataRow:
     row, metadata = raw.row, json_object(raw, "metadata")
     query: Any = None
     if (turns := row.get("conversations")) is not None:
@@ -171,7 +171,7 @@ def _parsed(raw: RawRow, which: Which) -> Row:
         ) from error
     truth = None if row.get("truth") is None else json_object(raw, "truth")
     json.dumps(truth)  # later it is written as JSON, without the row's origin
-    return Row(
+    return DataRow(
         sample_id=str(sample_id) if sample_id is not None else _derived_id(messages, answer),
         question=str(question).strip(),
         messages=tuple(messages),

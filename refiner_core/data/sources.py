@@ -65,7 +65,7 @@ class RawRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One recognised source. ``path`` is as written by the user; ``size`` counts generated rows."""
 
     which: Which
@@ -77,7 +77,7 @@ class Source:
     seed: int = 0
 
 
-def resolve_source(config: DataConfig, which: Which, *, pinned: bool = True) -> Source:
+def resolve_source(config: DataConfig, which: Which, *, pinned: bool = True) -> DataSource:
     """Resolve ``data.{which}_path``.
 
     ``pinned=False`` accepts a moving revision such as ``main``: a plan can be shown before
@@ -94,7 +94,7 @@ def resolve_source(config: DataConfig, which: Which, *, pinned: bool = True) -> 
     split: str = getattr(config, f"{which}_split")
     revision: str | None = getattr(config, f"{which}_revision")
     if path is None:
-        return Source(which, "none")
+        return DataSource(which, "none")
     if path.startswith("builtin:"):
         if path != SYNTHETIC:
             raise ConfigurationError(
@@ -103,17 +103,17 @@ def resolve_source(config: DataConfig, which: Which, *, pinned: bool = True) -> 
                 fix=f"set data.{which}_path={SYNTHETIC}",
             )
         size: int = getattr(config, f"synthetic_{which}_rows")
-        return Source(which, "synthetic", path, split, size=size, seed=config.synthetic_seed)
+        return DataSource(which, "synthetic", path, split, size=size, seed=config.synthetic_seed)
     local = Path(path).expanduser()
     if local.is_dir():
-        return Source(which, "folder", path, split)
+        return DataSource(which, "folder", path, split)
     suffix = local.suffix.lower()
     if local.is_file():
         if suffix not in _FILES:
             raise _unusable(which, f"{path} has the unknown ending {suffix or '(none)'!r}")
         if not os.access(local, os.R_OK):
             raise _unusable(which, f"{path} exists, but this user may not read it")
-        return Source(which, _FILES[suffix], path, split)
+        return DataSource(which, _FILES[suffix], path, split)
     looks_local = suffix in (*_FILES, ".csv", ".arrow", ".gz", ".zst")
     if not _HUB_ID.fullmatch(path) or looks_local or local.parent.is_dir():
         raise _missing(which, path, local)
@@ -125,7 +125,7 @@ def resolve_source(config: DataConfig, which: Which, *, pinned: bool = True) -> 
             expected="a commit hash or tag, so that a later run reads the same rows",
             fix=f"set data.{which}_revision=COMMIT (or correct data.{which}_path= to a local file)",
         )
-    return Source(which, "hub", path, split, revision)
+    return DataSource(which, "hub", path, split, revision)
 
 
 def _unusable(which: Which, what: str) -> DataError:
@@ -172,7 +172,7 @@ def source_digest(config: DataConfig, which: Which) -> str:
     return f"sha256:{hasher.hexdigest()}"
 
 
-def _content_files(source: Source) -> list[Path]:
+def _content_files(source: DataSource) -> list[Path]:
     """The files whose bytes are the rows, in the order of the rows."""
     if source.kind != "folder":
         return [Path(source.path).expanduser()]
@@ -188,7 +188,7 @@ def _content_files(source: Source) -> list[Path]:
     return files
 
 
-def _split_folder(source: Source) -> Path:
+def _split_folder(source: DataSource) -> Path:
     """The folder of one split of a saved `datasets` folder (itself, if it has no splits)."""
     local, wanted = Path(source.path).expanduser(), source.split
     listing, state = local / "dataset_dict.json", local / "state.json"
@@ -215,7 +215,7 @@ def _split_folder(source: Source) -> Path:
 # ---------------------------------------------------------------- rows
 
 
-def read_rows(source: Source) -> Iterator[RawRow]:
+def read_rows(source: DataSource) -> Iterator[RawRow]:
     """The rows of a source, in order, each with its place.
 
     Raises
@@ -252,13 +252,13 @@ def read_rows(source: Source) -> Iterator[RawRow]:
 _Rows = Iterator[tuple[int, dict[str, Any]]]
 
 
-def _read_synthetic(source: Source) -> _Rows:
+def _read_synthetic(source: DataSource) -> _Rows:
     from refiner_core.data.synthetic import generate_rows
 
     return enumerate(generate_rows(source.which, source.size, source.seed), start=1)
 
 
-def _read_jsonl(source: Source) -> _Rows:
+def _read_jsonl(source: DataSource) -> _Rows:
     from refiner_core.contract.raw_rows import json_lines
 
     for line, row, wrong in json_lines(Path(source.path).expanduser()):
@@ -274,14 +274,14 @@ def _read_jsonl(source: Source) -> _Rows:
         yield line, row
 
 
-def _read_parquet(source: Source) -> _Rows:
+def _read_parquet(source: DataSource) -> _Rows:
     from refiner_core.contract.raw_rows import parquet_rows
 
     fix = f"write it again, or set data.{source.which}_path= to another file"
     return enumerate(parquet_rows(Path(source.path).expanduser(), fix=fix), start=1)
 
 
-def _read_datasets(source: Source) -> _Rows:
+def _read_datasets(source: DataSource) -> _Rows:
     from datasets import load_dataset, load_from_disk
 
     if source.kind == "folder":

@@ -37,7 +37,7 @@ _WRONG_VALUE = {"type": ["object"]}
 Level = Literal["error", "warning"]
 
 
-class Finding(NamedTuple):
+class EnvironmentFinding(NamedTuple):
     """``where`` is a split, domain, tool or task; ``what`` describes the problem."""
 
     level: Level
@@ -45,22 +45,22 @@ class Finding(NamedTuple):
     what: str
 
 
-class Checked(NamedTuple):
+class EnvironmentCheck(NamedTuple):
     """Findings of a check. ``tasks`` counts the tried tasks, by split."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[EnvironmentFinding, ...]
     tasks: dict[str, int]
     expert_solved: int | None
 
     @property
-    def errors(self) -> tuple[Finding, ...]:
+    def errors(self) -> tuple[EnvironmentFinding, ...]:
         """Findings that would break a run."""
         return tuple(f for f in self.findings if f.level == "error")
 
 
 def check_environment(
     environment: Environment, splits: Sequence[str], *, most: int | None = None
-) -> Checked:
+) -> EnvironmentCheck:
     """Try the environment; ``most`` tasks of each split, all by default."""
     by_split = {split: environment.tasks(split) for split in splits}
     found = [*_of_tasks(by_split), *_guarded(_NO_SPLIT, _of_no_split(environment))]
@@ -79,31 +79,35 @@ def check_environment(
                 solved += not wrong
                 found += wrong
     found.sort(key=lambda finding: finding.level)  # errors before warnings
-    return Checked(tuple(found), tried, None if expert is None else solved)
+    return EnvironmentCheck(tuple(found), tried, None if expert is None else solved)
 
 
 _Found = Iterator[tuple[Level, str]]
 
 
-def _guarded(where: str, tried: _Found) -> Iterator[Finding]:
+def _guarded(where: str, tried: _Found) -> Iterator[EnvironmentFinding]:
     """Findings at one place, including exceptions."""
     try:
         for level, what in tried:
-            yield Finding(level, where, what)
+            yield EnvironmentFinding(level, where, what)
     except InfrastructureError as error:
-        yield Finding("error", where, f"the infrastructure failed ({error.kind}): {error.what}")
+        yield EnvironmentFinding(
+            "error", where, f"the infrastructure failed ({error.kind}): {error.what}"
+        )
     except Exception as error:
-        yield Finding("error", where, f"it raises {type(error).__name__}: {error}")
+        yield EnvironmentFinding("error", where, f"it raises {type(error).__name__}: {error}")
 
 
-def _of_tasks(by_split: dict[str, tuple[Task, ...]]) -> Iterator[Finding]:
+def _of_tasks(by_split: dict[str, tuple[Task, ...]]) -> Iterator[EnvironmentFinding]:
     names = Counter(task.id for tasks in by_split.values() for task in tasks)
     for name, count in names.items():
         if count > 1:
-            yield Finding("error", name, f"{count} tasks have this id, in one split or several")
+            yield EnvironmentFinding(
+                "error", name, f"{count} tasks have this id, in one split or several"
+            )
     for split, tasks in by_split.items():
         if not tasks:
-            yield Finding("error", split, "the split has no tasks")
+            yield EnvironmentFinding("error", split, "the split has no tasks")
 
 
 def _of_no_split(environment: Environment) -> _Found:
@@ -113,22 +117,22 @@ def _of_no_split(environment: Environment) -> _Found:
             yield "error", "there is no such split, and it has tasks: a typing error passes"
 
 
-def _of_domain(environment: Environment, domain: str) -> Iterator[Finding]:
+def _of_domain(environment: Environment, domain: str) -> Iterator[EnvironmentFinding]:
     tools = environment.tools(domain)
     names = [tool.name for tool in tools]
     if not environment.policy(domain).strip():
-        yield Finding("warning", domain, "the policy is empty")
+        yield EnvironmentFinding("warning", domain, "the policy is empty")
     for name in sorted({n for n in names if names.count(n) > 1}):
-        yield Finding("error", f"{domain}.{name}", "two tools have this name")
+        yield EnvironmentFinding("error", f"{domain}.{name}", "two tools have this name")
     for wanted, what in ((environment.speak, "speaks to the user"), (environment.finish, "ends")):
         if wanted and wanted not in names:
-            yield Finding("error", domain, f"no tool {wanted!r}, which {what}")
+            yield EnvironmentFinding("error", domain, f"no tool {wanted!r}, which {what}")
     for tool in tools:
         where = f"{domain}.{tool.name}"
         if tool.parameters.get("type") != "object":
-            yield Finding("error", where, "its parameters are no schema of type object")
+            yield EnvironmentFinding("error", where, "its parameters are no schema of type object")
         if not tool.description.strip():
-            yield Finding("warning", where, "it has no description")
+            yield EnvironmentFinding("warning", where, "it has no description")
 
 
 def _of_task(environment: Environment, task: Task) -> _Found:

@@ -52,7 +52,12 @@ from refiner_core.contract.types import (
     TurnRequest,
     Turns,
 )
-from refiner_core.environments.play import EpisodeRequest, EpisodeSettings, Play, Stepped
+from refiner_core.environments.episode_runner import (
+    EpisodeRequest,
+    EpisodeRunner,
+    EpisodeSettings,
+    Stepped,
+)
 from refiner_core.environments.protocol import Environment, InfrastructureError, Message
 from refiner_core.environments.turns import CLOSE
 from refiner_core.generation.completions import completion_text, turn_generator
@@ -174,8 +179,8 @@ _CLOSE_S = 10.0
 _OURS = "set grpo.generation_backend to the other one, and report this: it is a bug in refiner"
 
 
-class _EpisodeDesk:
-    """A :class:`~refiner_core.contract.types.TurnDesk` over episodes; see
+class _EpisodeScheduler:
+    """A :class:`~refiner_core.contract.types.TurnScheduler` over episodes; see
     :func:`refiner_core.environments.episodes.run_episodes` for parameters and errors."""
 
     def __init__(
@@ -191,7 +196,7 @@ class _EpisodeDesk:
         self._requests, self._on_episode = requests, on_episode
         self._should_stop = should_stop
         self._workers = Workers(settings.section.workers)
-        self._plays: dict[int, Play] = {}
+        self._plays: dict[int, EpisodeRunner] = {}
         #: Being reset; reset but not started; ready for a turn; working; started, end not yet
         #: reported.
         self._resetting: set[int] = set()
@@ -207,7 +212,7 @@ class _EpisodeDesk:
     # ------------------------------------------------ called by a generator
 
     def take(self, room: int, *, wait: bool) -> Turns:
-        """As :meth:`refiner_core.contract.types.TurnDesk.take`."""
+        """As :meth:`refiner_core.contract.types.TurnScheduler.take`."""
         self._reset_ahead(room + self._settings.section.workers)
         self._collect(0.0)
         if self._settings.ordered:
@@ -227,7 +232,7 @@ class _EpisodeDesk:
         return Turns(tuple(self._plays[n].turn() for n in begin), ended, self._more())
 
     def finished(self, request: TurnRequest, completion: Completion) -> None:
-        """As :meth:`refiner_core.contract.types.TurnDesk.finished`."""
+        """As :meth:`refiner_core.contract.types.TurnScheduler.finished`."""
         play = self._plays[request.conversation]
         call = play.sampled(completion_text(self._tokenizer, completion), completion)
         if call == "again":
@@ -286,14 +291,16 @@ class _EpisodeDesk:
         while len(self._resetting) + len(self._fresh) < count and self._next < len(self._requests):
             number, self._next = self._next, self._next + 1
             request = self._requests[number]
-            play = Play(number, request, self._environment, self._tokenizer, self._settings)
+            play = EpisodeRunner(
+                number, request, self._environment, self._tokenizer, self._settings
+            )
             self._plays[number] = play
             self._resetting.add(number)
             self._submit(play, play.begin, partial(self._after_begin, play), urgent=False)
 
     def _submit(
         self,
-        play: Play,
+        play: EpisodeRunner,
         work: Callable[[], Any],
         then: Callable[[Any, float], None],
         *,
@@ -311,12 +318,12 @@ class _EpisodeDesk:
             play.number, closing, play.limit_s(), urgent=urgent, abandoned=play.close
         )
 
-    def _end(self, play: Play) -> None:
+    def _end(self, play: EpisodeRunner) -> None:
         """End the turns of an episode; its outcome is still to come."""
         self._tell_ended(play)
         self._submit(play, play.end, lambda outcome, _: self._finish(play, play.finished(outcome)))
 
-    def _tell_ended(self, play: Play) -> None:
+    def _tell_ended(self, play: EpisodeRunner) -> None:
         if play.number in self._begun:
             self._begun.discard(play.number)
             self._told_ended.append(play.number)
@@ -360,10 +367,10 @@ class _EpisodeDesk:
         if not self._settings.ordered:
             self._report()
 
-    def _after_begin(self, play: Play, begun: tuple[Message, ...], seconds: float) -> None:
+    def _after_begin(self, play: EpisodeRunner, begun: tuple[Message, ...], seconds: float) -> None:
         self._go_on(play, self._fresh, fits=play.begun(begun))
 
-    def _after_step(self, play: Play, stepped: Stepped, seconds: float) -> None:
+    def _after_step(self, play: EpisodeRunner, stepped: Stepped, seconds: float) -> None:
         fits = play.stepped(stepped, seconds)
         step, outcome = stepped
         if outcome is None:
@@ -372,14 +379,14 @@ class _EpisodeDesk:
         play.ended = "done" if step.done else "turn_limit"
         self._finish(play, play.finished(outcome))
 
-    def _go_on(self, play: Play, among: set[int], *, fits: bool) -> None:
+    def _go_on(self, play: EpisodeRunner, among: set[int], *, fits: bool) -> None:
         if fits:
             among.add(play.number)
         else:
             play.ended = "context_limit"
             self._end(play)
 
-    def _finish(self, play: Play, completion: Completion) -> None:
+    def _finish(self, play: EpisodeRunner, completion: Completion) -> None:
         self._tell_ended(play)
         del self._plays[play.number]
         self._reports.append((play.number, completion))
@@ -440,7 +447,7 @@ def run_episodes(
     if not requests:
         return
     _check(requests, settings)
-    desk = _EpisodeDesk(environment, tokenizer, requests, settings, on_episode, should_stop)
+    desk = _EpisodeScheduler(environment, tokenizer, requests, settings, on_episode, should_stop)
     try:
         turn_generator(generator).turns(desk)
         desk.drain()

@@ -61,7 +61,7 @@ class ParsedTurn:
     why: str = ""
 
 
-class _Refused(ValueError):
+class _JsonRefusal(ValueError):
     """JSON that Python would accept and this parser does not."""
 
 
@@ -111,7 +111,7 @@ def _parse_call(inner: str) -> ParsedTurn:
     except RecursionError:
         return ParsedTurn("bad_json", why=f"not JSON: {_TOO_DEEP}")
     except ValueError as error:
-        if OPEN in inner and not isinstance(error, _Refused):
+        if OPEN in inner and not isinstance(error, _JsonRefusal):
             return ParsedTurn("many_calls", why=f"{OPEN} appears within a call")
         return ParsedTurn("bad_json", why=f"not JSON: {error}")
     wrong = _wrong_shape(value)
@@ -135,25 +135,25 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise _Refused(f"{_shown(key)} appears twice in one object")
+            raise _JsonRefusal(f"{_shown(key)} appears twice in one object")
         values[key] = value
     return values
 
 
 def _constant(name: str) -> Any:
-    raise _Refused(f"{name} is no JSON")
+    raise _JsonRefusal(f"{name} is no JSON")
 
 
 def _integer(text: str) -> int:
     if len(text) > _MAX_DIGITS or int(text) not in _INTEGERS:
-        raise _Refused(f"the number {_shown(text)} is beyond 64 bits")
+        raise _JsonRefusal(f"the number {_shown(text)} is beyond 64 bits")
     return int(text)
 
 
 def _float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise _Refused(f"the number {_shown(text)} is beyond 64 bits")
+        raise _JsonRefusal(f"the number {_shown(text)} is beyond 64 bits")
     return value
 
 
@@ -166,10 +166,10 @@ def _check_depth_and_text(value: Any) -> None:
             try:
                 one.encode()
             except UnicodeEncodeError:
-                raise _Refused("a text contains half of a surrogate pair") from None
+                raise _JsonRefusal("a text contains half of a surrogate pair") from None
         elif isinstance(one, dict | list):
             if depth > MAX_DEPTH:
-                raise _Refused(_TOO_DEEP)
+                raise _JsonRefusal(_TOO_DEEP)
             parts = [*one.keys(), *one.values()] if isinstance(one, dict) else one
             waiting += [(part, depth + 1) for part in parts]
 

@@ -16,7 +16,7 @@ anyway: all attempts of a decoding start as capacity allows, and each finished o
 
 An attempt ended by the infrastructure does not count: it is left out and reported. Above
 ``environment.max_error_share`` of a decoding's attempts the evaluation stops; attempts with errors
-are retried when it resumes. The reference is :class:`_DoNothing`.
+are retried when it resumes. The reference is :class:`_NullAgent`.
 
 ``results.json`` adds for episodes::
 
@@ -70,10 +70,10 @@ from refiner_core.environments.turns import call_text
 from refiner_core.evaluation.metric_names import FAILURE, base_of, domain_of, task_passes
 from refiner_core.evaluation.metrics import EPISODE_METRICS, FAILURE_METRICS, episode_metrics
 from refiner_core.evaluation.protocol import make_protocol, sampling_params
-from refiner_core.evaluation.results import Measured, write_results
+from refiner_core.evaluation.results import MeasuredRows, write_results
 from refiner_core.evaluation.run import (
     FOLDER,
-    Unit,
+    SampleUnit,
     asked,
     key_of_row,
     open_generator,
@@ -81,13 +81,13 @@ from refiner_core.evaluation.run import (
     units_of,
 )
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.samples import Wanted, sample_episodes
+from refiner_core.samples import PlannedSample, sample_episodes
 
 _Row = dict[str, Any]
 
 
-def _by_domain(wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
-    found: dict[str, list[Wanted]] = {}
+def _by_domain(wanted: Sequence[PlannedSample]) -> dict[str, list[PlannedSample]]:
+    found: dict[str, list[PlannedSample]] = {}
     for one in wanted:
         found.setdefault(domain_of_id(one.prompt.sample_id), []).append(one)
     return found
@@ -156,14 +156,14 @@ def evaluate_episodes(
     attempts = {unit.key: asked(config, unit.decoding) for unit in units}
     rows = {key: with_tasks(found, attempts[key], domains) for key, found in made.items()}
     measured = [
-        Measured(
+        MeasuredRows(
             make_protocol(config, tasks, decoding, data_digest, protocol_file, environment),
             rows[decoding],
             episode_metrics(attempts[decoding], domains),
         )
         for decoding in config.evaluate.decoding
     ]
-    told = {key: episodes_told(found, attempts[key], domains) for key, found in rows.items()}
+    told = {key: episode_progress(found, attempts[key], domains) for key, found in rows.items()}
     return write_results(
         *(output_dir, config, (model_name, model_ref), measured),
         (DO_NOTHING, rows[DO_NOTHING]),
@@ -178,7 +178,7 @@ class _Attempts(BatchWork[_Row]):
     """Attempts by units, including those of the do-nothing agent."""
 
     what = "The evaluation"
-    units: Sequence[Unit]
+    units: Sequence[SampleUnit]
     environment: Environment
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ class _Attempts(BatchWork[_Row]):
         return samples
 
     def sample(
-        self, number: int, wanted: Sequence[Wanted], finished: Callable[[_Row], None]
+        self, number: int, wanted: Sequence[PlannedSample], finished: Callable[[_Row], None]
     ) -> None:
         unit = self.units[number - 1]
         params = sampling_params(self.config, unit.decoding or "greedy")
@@ -215,7 +215,7 @@ class _Attempts(BatchWork[_Row]):
             short = replace(settings.section, max_turns=1, repairs=0)
             settings = replace(settings, section=short)
             parts = [
-                (_DoNothing(self.environment, domain, self.tokenizer), mine)
+                (_NullAgent(self.environment, domain, self.tokenizer), mine)
                 for domain, mine in _by_domain(wanted).items()
             ]
         for agent, these in parts:
@@ -369,7 +369,7 @@ def _tasks(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[int, list[bool |
     return found.values()
 
 
-def episodes_told(
+def episode_progress(
     rows: Sequence[Mapping[str, Any]], attempts: int, domains: Sequence[str]
 ) -> dict[str, Any]:
     """Counts of attempts; see the module."""
@@ -401,7 +401,7 @@ DO_NOTHING = "do_nothing"
 _GOODBYE = "Goodbye."
 
 
-class _DoNothing:
+class _NullAgent:
     """A generator without a model: every turn is the call that ends an episode of a domain."""
 
     def __init__(self, environment: Environment, domain: str, tokenizer: Any) -> None:

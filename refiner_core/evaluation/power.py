@@ -34,7 +34,7 @@ Floats = npt.NDArray[np.float64]
 _DRAWS = 4096
 
 
-class Components(NamedTuple):
+class VarianceComponents(NamedTuple):
     """Variance components of a value, in squared units of the metric.
 
     Attributes
@@ -56,7 +56,7 @@ class Components(NamedTuple):
     prompts: int = 0
 
 
-def variance_components(values: Floats) -> Components:
+def variance_components(values: Floats) -> VarianceComponents:
     """Components of a layout [seeds, prompts] by its mean squares (ANOVA estimators).
 
     A negative estimate becomes zero. With one seed, prompt and residual cannot be separated: all
@@ -81,10 +81,10 @@ def variance_components(values: Floats) -> Components:
             fix="evaluate on more prompts",
         )
     if seeds == 1:
-        return Components(None, float(kept.var(ddof=1)), 0.0, 1, prompts)
+        return VarianceComponents(None, float(kept.var(ddof=1)), 0.0, 1, prompts)
     squares = mean_squares(kept)
     residual = float(squares.residual)
-    return Components(
+    return VarianceComponents(
         max(0.0, float(squares.seed) - residual) / prompts,
         max(0.0, float(squares.prompt) - residual) / seeds,
         residual,
@@ -93,10 +93,10 @@ def variance_components(values: Floats) -> Components:
     )
 
 
-def mean_components(found: Sequence[Components]) -> Components:
+def mean_components(found: Sequence[VarianceComponents]) -> VarianceComponents:
     """Means of several estimates; the spread of seeds over estimates that have one."""
     seeds = [c.seed for c in found if c.seed is not None]
-    return Components(
+    return VarianceComponents(
         float(np.mean(seeds)) if seeds else None,
         float(np.mean([c.prompt for c in found])),
         float(np.mean([c.residual for c in found])),
@@ -106,8 +106,8 @@ def mean_components(found: Sequence[Components]) -> Components:
 
 
 def likely_components(
-    components: Components, share: float = 0.8
-) -> tuple[Components, Components] | None:
+    components: VarianceComponents, share: float = 0.8
+) -> tuple[VarianceComponents, VarianceComponents] | None:
     """The smallest and the largest plausible spread of seeds, given an estimate's mean square: the
     truth lies between them for ``share`` of all estimates. None if the seeds' spread is unknown.
 
@@ -130,7 +130,11 @@ def likely_components(
 
 
 def detectable_effect(
-    components: Components, seeds: int, prompts: int, power: float = 0.8, alpha: float = 0.05
+    components: VarianceComponents,
+    seeds: int,
+    prompts: int,
+    power: float = 0.8,
+    alpha: float = 0.05,
 ) -> float:
     """The smallest difference of two arms that is detected in ``power`` of all sweeps.
 
@@ -165,7 +169,7 @@ def detectable_effect(
 
 
 def power_of(
-    components: Components, seeds: int, prompts: int, effect: float, alpha: float = 0.05
+    components: VarianceComponents, seeds: int, prompts: int, effect: float, alpha: float = 0.05
 ) -> float:
     """Share of sweeps that detect a difference of this size; see :func:`detectable_effect`."""
     if prompts < 2:
@@ -175,7 +179,7 @@ def power_of(
 
 
 def _half_widths(
-    components: Components, seeds: int, prompts: int, alpha: float
+    components: VarianceComponents, seeds: int, prompts: int, alpha: float
 ) -> tuple[Floats, float]:
     """Half widths of the interval as random draws, and the true standard error."""
     from scipy.stats import t

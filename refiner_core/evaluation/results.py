@@ -44,13 +44,13 @@ from refiner_core.evaluation.metrics import (
 )
 from refiner_core.evaluation.protocol import Protocol
 from refiner_core.evaluation.statistics import Estimate, estimate, paired_difference_over_seeds
-from refiner_core.judges.surroundings import usage_to_json
+from refiner_core.judges.context import usage_to_json
 
 RESULTS_VERSION = 1
 RESULTS_FILE = "results.json"
 
 
-class Measured(NamedTuple):
+class MeasuredRows(NamedTuple):
     """Per-sample rows under one protocol; ``metrics`` are the possible ones."""
 
     protocol: Protocol
@@ -59,7 +59,7 @@ class Measured(NamedTuple):
 
 
 def metric_entries(
-    stage: str, measured: Measured, samples_file: str, config: RecipeConfig
+    stage: str, measured: MeasuredRows, samples_file: str, config: RecipeConfig
 ) -> list[dict[str, Any]]:
     """One entry per measured metric."""
     entries = []
@@ -103,7 +103,7 @@ def write_results(
     output_dir: Path,
     config: RecipeConfig,
     model: tuple[str, str],
-    measured: Sequence[Measured],
+    measured: Sequence[MeasuredRows],
     reference: tuple[str, Sequence[dict[str, Any]]],
     *,
     metrics: Sequence[str] = METRICS,
@@ -135,7 +135,7 @@ def write_results(
         samples_file = f"samples-{part.protocol.decoding}.parquet"
         write_samples(output_dir / samples_file, part.rows, part.metrics, texts)
         evaluations += metric_entries(model[0], part, samples_file, config)
-        beside = Measured(part.protocol, floor_rows, metrics)
+        beside = MeasuredRows(part.protocol, floor_rows, metrics)
         floor += metric_entries(floor_name, beside, floor_file, config)
         for protocol in (part.protocol, part.protocol.with_reward(config)):
             protocols[protocol.fingerprint] = protocol.as_json()

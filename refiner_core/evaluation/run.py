@@ -15,8 +15,8 @@ that no judged sample is asked about again). At most the sampling of one unit,
 in another batch, with sums in another order, and numbers would depend on the time of the
 interruption.
 
-The reference is the random copier (:mod:`refiner_core.data.copier`), scored by the same code
-on the same prompts: an answer of perfect form, written without reading. One answer per
+The reference is the random copier (:mod:`refiner_core.data.random_baseline`), scored by the same
+code on the same prompts: an answer of perfect form, written without reading. One answer per
 prompt serves all decodings, since it depends on none. Its answers are the same in every
 evaluation of a protocol, which makes them the control against a judge that drifts: with
 ``evaluate.fresh_reference`` a served judge judges them anew each time, bypassing the store, at the
@@ -46,28 +46,28 @@ from refiner_core.contract.types import (
     StageIO,
     TurnGenerator,
 )
-from refiner_core.data.copier import random_copier
 from refiner_core.data.prepared import load_prompts
+from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.evaluation.metrics import sample_row
 from refiner_core.evaluation.protocol import Decoding, make_protocol, sampling_params
-from refiner_core.evaluation.results import Measured, write_results
+from refiner_core.evaluation.results import MeasuredRows, write_results
 from refiner_core.generation.completions import completion_text
 from refiner_core.generation.reporting import BatchReporter
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
-from refiner_core.samples import Wanted, load_generator, sample_answers
+from refiner_core.samples import PlannedSample, load_generator, sample_answers
 
 COPIER = "random_copier"
 FOLDER = ".batches"
 _Row = dict[str, Any]
 
 
-class Unit(NamedTuple):
+class SampleUnit(NamedTuple):
     """Samples of whole prompts that are made together; ``decoding`` is None for the reference.
     ``key`` names the decoding or reference."""
 
     key: str
     decoding: Decoding | None
-    wanted: tuple[Wanted, ...]
+    wanted: tuple[PlannedSample, ...]
 
 
 def asked(config: RecipeConfig, decoding: Decoding | None) -> int:
@@ -77,7 +77,7 @@ def asked(config: RecipeConfig, decoding: Decoding | None) -> int:
 
 def units_of(
     config: RecipeConfig, prompts: Sequence[PromptRow], reference: str, *, whole: bool = True
-) -> list[Unit]:
+) -> list[SampleUnit]:
     """All work, in order: the reference first, which needs no model, then each decoding. A unit is
     a generation batch if units are kept ``whole``, and else all of a decoding."""
     units, evaluate = [], config.evaluate
@@ -86,11 +86,11 @@ def units_of(
         size = max(1, evaluate.batch_size // samples) if whole else len(prompts)
         for first in range(0, len(prompts), size):
             wanted = tuple(
-                Wanted(p, i, derive_seed(evaluate.seed, "evaluate", key, p.sample_id, i))
+                PlannedSample(p, i, derive_seed(evaluate.seed, "evaluate", key, p.sample_id, i))
                 for p in prompts[first : first + size]
                 for i in range(samples)
             )
-            units.append(Unit(key, decoding, wanted))
+            units.append(SampleUnit(key, decoding, wanted))
     return units
 
 
@@ -190,7 +190,7 @@ def evaluate_model(
     )
     rows = rows_of(work, units)
     measured = [
-        Measured(
+        MeasuredRows(
             make_protocol(config, prompts, decoding, data_digest, protocol_file),
             rows[decoding],
         )
@@ -204,7 +204,7 @@ def evaluate_model(
     return write_results(output_dir, config, names, measured, copied, judge_usage=usage, **told)
 
 
-def rows_of(work: BatchWork[_Row], units: Sequence[Unit]) -> dict[str, list[_Row]]:
+def rows_of(work: BatchWork[_Row], units: Sequence[SampleUnit]) -> dict[str, list[_Row]]:
     """Do the work; returns the rows of each key, in order. Deletes the units' files."""
     try:
         work.run()
@@ -222,7 +222,7 @@ class _Answers(BatchWork[_Row]):
     """Answers by units, including the copier's. A sample is a row without its metrics."""
 
     what = "The evaluation"
-    units: Sequence[Unit]
+    units: Sequence[SampleUnit]
     reference_judge: Judge
 
     def key(self, sample: _Row) -> tuple[str, int]:
@@ -238,11 +238,11 @@ class _Answers(BatchWork[_Row]):
         assert judge is not None, "answers are judged"
         return RewardStream(self.config.reward, judge)
 
-    def answer(self, wanted: Wanted, sample: _Row) -> RewardInput:
+    def answer(self, wanted: PlannedSample, sample: _Row) -> RewardInput:
         return RewardInput(wanted.prompt, sample["response_text"], sample["stopped"])
 
     def sample(
-        self, number: int, wanted: Sequence[Wanted], finished: Callable[[_Row], None]
+        self, number: int, wanted: Sequence[PlannedSample], finished: Callable[[_Row], None]
     ) -> None:
         decoding = self.units[number - 1].decoding
 
@@ -261,7 +261,7 @@ class _Answers(BatchWork[_Row]):
             return
         for place, one in enumerate(wanted):
             seed = derive_seed(self.config.evaluate.seed, COPIER, one.prompt.sample_id)
-            text = random_copier(one.prompt.prompt_text, random.Random(seed))
+            text = random_baseline_answers(one.prompt.prompt_text, random.Random(seed))
             ended(place, text, len(self.tokenizer.encode(text, add_special_tokens=False)), True)
 
     def scored(

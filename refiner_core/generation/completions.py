@@ -16,9 +16,9 @@ from refiner_core.contract.types import (
     GenerationRequest,
     Generator,
     SamplingParams,
-    TurnDesk,
     TurnGenerator,
     TurnRequest,
+    TurnScheduler,
 )
 
 
@@ -178,14 +178,14 @@ class LockstepTurns:
 
     def __init__(self, generator: Generator, *, room: int | None = None) -> None:
         self._generator = generator
-        self._room = room or int(getattr(generator, "batch_size", ROOM))
+        self._space = room or int(getattr(generator, "batch_size", ROOM))
 
-    def turns(self, desk: TurnDesk) -> None:
+    def turns(self, desk: TurnScheduler) -> None:
         """Sample rounds until the desk has no more turns. Raises errors of ``generate`` and the
         desk."""
         known: set[int] = set()
         while True:
-            turns = desk.take(max(0, self._room - len(known)), wait=True)
+            turns = desk.take(max(0, self._space - len(known)), wait=True)
             known.difference_update(turns.ended)
             known.update(request.conversation for request in turns.begin)
             if not turns.begin and not turns.more:
@@ -200,7 +200,7 @@ class LockstepTurns:
 
 
 def _finish(
-    desk: TurnDesk, requests: Sequence[TurnRequest], index: int, completion: Completion
+    desk: TurnScheduler, requests: Sequence[TurnRequest], index: int, completion: Completion
 ) -> None:
     desk.finished(requests[index], completion)
 

@@ -123,7 +123,7 @@ CPU_CACHE_BYTES = 2 * 2**30
 GPU_CACHE_SHARE = 0.25
 
 
-class Row(NamedTuple):
+class SamplingRow(NamedTuple):
     """One prompt and the requests (by index) that sample from it in parallel."""
 
     prompt_ids: tuple[int, ...]
@@ -136,7 +136,7 @@ def plan_batches(
     *,
     max_new_tokens: int = 0,
     max_entries: int | None = None,
-) -> list[list[Row]]:
+) -> list[list[SamplingRow]]:
     """Group requests by prompt into rows, and rows into batches of at most ``batch_size`` samples.
 
     Rows with equally many samples and prompts of similar length are grouped, since a batch is
@@ -149,17 +149,17 @@ def plan_batches(
     rows = []
     for prompt_ids, members in by_prompt.items():
         parts = -(-len(members) // min(MAX_SAMPLES_PER_ROW, batch_size))
-        rows += [Row(prompt_ids, tuple(members[part::parts])) for part in range(parts)]
+        rows += [SamplingRow(prompt_ids, tuple(members[part::parts])) for part in range(parts)]
     rows.sort(key=lambda row: (len(row.requests), len(row.prompt_ids)))
 
-    def fits(batch: Sequence[Row]) -> bool:
+    def fits(batch: Sequence[SamplingRow]) -> bool:
         width = len(batch[-1].requests)  # rows are sorted by width
         entries = max(len(row.prompt_ids) for row in batch) + width * max_new_tokens
         return len(batch) * width <= batch_size and (
             max_entries is None or len(batch) * entries <= max_entries
         )
 
-    batches: list[list[Row]] = []
+    batches: list[list[SamplingRow]] = []
     for row in rows:
         if batches and fits([*batches[-1], row]):
             batches[-1].append(row)
@@ -182,7 +182,7 @@ def max_cache_entries(model: Any) -> int:
     return max(1, budget_bytes // int(entry_bytes))
 
 
-def place_samples(batch: Sequence[Row]) -> np.ndarray[Any, Any]:
+def place_samples(batch: Sequence[SamplingRow]) -> np.ndarray[Any, Any]:
     """Samples of the batch by row and place, [P, G] int64; -1 in rows with fewer than G."""
     widths = [len(row.requests) for row in batch]
     places = np.arange(max(widths))[None]

@@ -34,7 +34,7 @@ from refiner_core.contract.types import (
     GenerationRequest,
     OnCompletion,
     SamplingParams,
-    TurnDesk,
+    TurnScheduler,
 )
 from refiner_core.generation.completions import (
     check_layers,
@@ -45,7 +45,7 @@ from refiner_core.generation.completions import (
 )
 from refiner_core.generation.sampling import (
     PREFILL_TOKENS,
-    Row,
+    SamplingRow,
     draw,
     max_cache_entries,
     place_samples,
@@ -267,7 +267,7 @@ class TransformersGenerator:
                         self.on_step(len(completions), len(requests))
         return [completions[index] for index in range(len(requests))]
 
-    def turns(self, desk: TurnDesk) -> None:
+    def turns(self, desk: TurnScheduler) -> None:
         """Sample the turns of conversations by continuous batching, each started as early as
         possible.
 
@@ -316,7 +316,7 @@ class _Decoding:
     def __init__(
         self,
         generator: TransformersGenerator,
-        batch: Sequence[Row],
+        batch: Sequence[SamplingRow],
         seeds: Sequence[int],
         params: SamplingParams,
     ) -> None:

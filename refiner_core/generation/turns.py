@@ -1,7 +1,7 @@
 """Continuous batching: turns of many conversations on one model, each started as early as possible.
 
-In: a desk that hands out turns (:class:`~refiner_core.contract.types.TurnDesk`). Out: completions,
-passed to the desk, with the log-probabilities of the sampled distribution.
+In: a desk that hands out turns (:class:`~refiner_core.contract.types.TurnScheduler`). Out:
+completions, passed to the desk, with the log-probabilities of the sampled distribution.
 
 How it works:
 
@@ -44,9 +44,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
-    TurnDesk,
     TurnRequest,
     Turns,
+    TurnScheduler,
 )
 from refiner_core.generation.completions import (
     check_layers,
@@ -413,7 +413,7 @@ class TurnDecoding:
         self,
         model: Any,
         tokenizer: Any,
-        desk: TurnDesk,
+        desk: TurnScheduler,
         stop_ids: frozenset[int],
         *,
         batch_size: int,

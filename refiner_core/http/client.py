@@ -24,7 +24,7 @@ import aiohttp
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Endpoint
-from refiner_core.http.fleet import Server
+from refiner_core.http.fleet import FleetServer
 
 #: Limit on a judgement, bytes; longer replies are invalid.
 LARGEST_REPLY = 8 << 20
@@ -35,7 +35,7 @@ PROBE_S = 5.0
 _KEEPALIVE_S = 4.0
 
 
-class Answered(NamedTuple):
+class HttpAnswer(NamedTuple):
     """An answer; ``raw`` is read for status 200 only, and always for own servers."""
 
     status: int
@@ -43,7 +43,7 @@ class Answered(NamedTuple):
     retry_after_s: float = 0.0
 
 
-class Lost(NamedTuple):
+class LostAnswer(NamedTuple):
     """No answer, or an incomplete one: ``refused`` (never sent), ``connection``, ``truncated``,
     ``too_long``; set by the caller: ``timeout`` and ``given_up``. ``error`` names the client's
     error."""
@@ -83,7 +83,7 @@ class Client:
         """Close all connections; servers abort their requests."""
         await self._session.close()
 
-    async def post(self, url: str, endpoint: Endpoint, body: bytes) -> Answered | Lost:
+    async def post(self, url: str, endpoint: Endpoint, body: bytes) -> HttpAnswer | LostAnswer:
         """One request."""
         status = 0
         try:
@@ -96,15 +96,17 @@ class Client:
             ) as response:
                 status = response.status
                 if self._own:
-                    return Answered(status, await response.read())
+                    return HttpAnswer(status, await response.read())
                 if status != 200:
-                    return Answered(status, b"", retry_after_s(response.headers.get("Retry-After")))
+                    return HttpAnswer(
+                        status, b"", retry_after_s(response.headers.get("Retry-After"))
+                    )
                 raw = await _read(response.content)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            return Lost("refused", self._words(error))
+            return LostAnswer("refused", self._words(error))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return Lost("truncated" if status == 200 else "connection", self._words(error))
-        return Lost("too_long") if raw is None else Answered(status, raw)
+            return LostAnswer("truncated" if status == 200 else "connection", self._words(error))
+        return LostAnswer("too_long") if raw is None else HttpAnswer(status, raw)
 
     async def probe(self, url: str, endpoint: Endpoint) -> int:
         """The status of a server's answer; 0 without an answer."""
@@ -120,7 +122,7 @@ class Client:
         except (aiohttp.ClientError, OSError, TimeoutError):
             return 0
 
-    async def alive(self, server: Server) -> bool:
+    async def alive(self, server: FleetServer) -> bool:
         """True if anything answers at the server's address."""
         status = await self.probe(server.models_url, server.endpoint)
         return 0 < status < 500 and status not in (408, 429)

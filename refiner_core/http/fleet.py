@@ -53,7 +53,7 @@ class BreakerSettings:
 REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
 
 
-class Server:
+class FleetServer:
     """An endpoint, its known state, and its circuit breaker. Its key is never shown."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Server:
         #: It answered a call with 200.
         self.proved = False
         #: Time of its last answer; seconds of the fleet's clock.
-        self.heard_at = float("-inf")
+        self.answered_at = float("-inf")
         #: Status of its refusals before any success; 0: none.
         self.refused = 0
         #: Its last words instead of a judgement, for people.
@@ -154,14 +154,15 @@ class Fleet:
     """All servers of one judge."""
 
     def __init__(self, clock: Callable[[], float], settings: BreakerSettings | None = None) -> None:
-        self.servers: list[Server] = []
+        self.servers: list[FleetServer] = []
         self._clock, self._settings = clock, settings or BreakerSettings()
 
     def renew(self, endpoints: Sequence[Endpoint]) -> None:
         """Set the endpoints; the state of remaining servers is kept."""
         known = {server.endpoint: server for server in self.servers}
         self.servers = [
-            known.get(e) or Server(e, self._clock, self._settings) for e in dict.fromkeys(endpoints)
+            known.get(e) or FleetServer(e, self._clock, self._settings)
+            for e in dict.fromkeys(endpoints)
         ]
 
     @property
@@ -179,10 +180,10 @@ class Fleet:
         """True if a server on trial can take its call."""
         return any(s.takes_trial for s in self.servers)
 
-    def pick(self, avoid: Server | None = None) -> Server | None:
+    def pick(self, avoid: FleetServer | None = None) -> FleetServer | None:
         """The server for the next call, ``avoid`` only if there is no other; None without any."""
         now = self._clock()
-        best: Server | None = None
+        best: FleetServer | None = None
         rank = (2, 2, 0)
         for server in self.servers:
             if server is not avoid and server.takes_trial:
@@ -195,7 +196,7 @@ class Fleet:
             return avoid
         return best
 
-    def wait_s(self, server: Server) -> float:
+    def wait_s(self, server: FleetServer) -> float:
         """Rest of the pause that a server requested; 0 if another server is available."""
         now = self._clock()
         others = (other for other in self.servers if other is not server)
@@ -203,14 +204,14 @@ class Fleet:
             return 0.0
         return max(0.0, server.held_until - now)
 
-    def begins(self, server: Server) -> bool:
+    def begins(self, server: FleetServer) -> bool:
         """Record the start of a call. True if it is the call of a server on trial."""
         trial = server.state == "half_open"
         server.in_flight += 1
         server.on_trial += trial
         return trial
 
-    def ended(self, server: Server, call: Hashable, trouble: Trouble, *, trial: bool) -> bool:
+    def ended(self, server: FleetServer, call: Hashable, trouble: Trouble, *, trial: bool) -> bool:
         """Record the end of a call. True: it failed because its server is gone, not by itself.
 
         A failed trial counts against its call, since a probe has just found the server.
@@ -220,11 +221,11 @@ class Fleet:
         server.note(call, trouble)
         return trouble == "gone" and not trial and server.state != "closed"
 
-    def due_probes(self) -> list[Server]:
+    def due_probes(self) -> list[FleetServer]:
         """Servers to probe now; the results go to their breakers."""
         return [server for server in self.servers if server.take_probe()]
 
-    def turned_down(self, server: Server, call: Hashable, status: int) -> bool:
+    def turned_down(self, server: FleetServer, call: Hashable, status: int) -> bool:
         """Record an answer with a status that a retry would not change.
 
         True: the cause is this call. False: the server may refuse every call, and the call waits
@@ -242,13 +243,13 @@ class Fleet:
         server.refused = status
         return False
 
-    def answered(self, server: Server) -> None:
+    def answered(self, server: FleetServer) -> None:
         """Record an answer with 200."""
         server.proved, server.refused, server.held_until = True, 0, 0.0
         if server.turned_down:
             server.turned_down.clear()
 
-    def all_refuse(self) -> Server | None:
+    def all_refuse(self) -> FleetServer | None:
         """A server, if every server refuses and no call in flight may still succeed; else None."""
         settled = [s for s in self.servers if s.refused and not s.in_flight]
         return settled[0] if settled and len(settled) == len(self.servers) else None

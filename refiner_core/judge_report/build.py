@@ -29,9 +29,9 @@ from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.fingerprint import digest
 from refiner_core.evaluation.statistics import Difference, Estimate
 from refiner_core.judge_report.material import (
-    Asker,
     Attack,
-    Item,
+    JudgeClient,
+    JudgedItem,
     MakeJudge,
     Material,
     is_batched,
@@ -222,13 +222,13 @@ def judge_report(
         No judge was available for longer than the configured patience.
     """
     items = material.items
-    asker = Asker(config, make, told)
+    asker = JudgeClient(config, make, told)
     requests = [item.request for item in items]
     scores, costs = asker.ask_timed(requests, "all")
     again = [asker.ask(requests, f"all, for the {n}. time") for n in range(2, repeats + 1)]
     # Whether the score of an item changes without any change.
     noise = changes(scores, again[0]) if again else None
-    other = Asker(against, make, told) if against is not None else None
+    other = JudgeClient(against, make, told) if against is not None else None
     theirs = other.ask(requests, "all, of the other judge") if other is not None else []
     measured: dict[str, Any] = {
         "repeatability": _by_kind(
@@ -262,7 +262,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def _criteria_turned(
-    asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
+    asker: JudgeClient, items: Sequence[JudgedItem], scores: Scores, noise: Scores | None
 ) -> Row | None:
     """From the second half of a call to the first: the effect of an early place on a criterion."""
     if not is_batched(asker.config):
@@ -279,7 +279,7 @@ def _criteria_turned(
 
 
 def _sources_turned(
-    asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
+    asker: JudgeClient, items: Sequence[JudgedItem], scores: Scores, noise: Scores | None
 ) -> Row | None:
     """The effect of reversing the sources."""
     places = [i for i in _places(items, "citation_recall") if len(set(items[i].sources)) > 1]
@@ -294,7 +294,7 @@ def _sources_turned(
 
 
 def _lengths(
-    asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
+    asker: JudgeClient, items: Sequence[JudgedItem], scores: Scores, noise: Scores | None
 ) -> dict[str, Row]:
     """Answers with added sentences without content, for merits and faults separately: a fault may
     be padding itself."""
@@ -310,7 +310,7 @@ def _lengths(
     return found
 
 
-def _attacked(asker: Asker, attacks: Sequence[Attack]) -> Row:
+def _attacked(asker: JudgeClient, attacks: Sequence[Attack]) -> Row:
     twins = [attack.twin for attack in attacks]
     twin = asker.ask(twins, "honest twins")
     # Each with another pair of sentences, so that all questions differ.
@@ -326,7 +326,7 @@ def _attacked(asker: Asker, attacks: Sequence[Attack]) -> Row:
 # ---------------------------------------------------------------- by kind
 
 
-def _by_kind(items: Sequence[Item], measure: Callable[..., Any]) -> dict[str, Any]:
+def _by_kind(items: Sequence[JudgedItem], measure: Callable[..., Any]) -> dict[str, Any]:
     """A number for each kind, and for all. ``measure`` gets items and a selector of their
     scores."""
     found = {}
@@ -336,20 +336,20 @@ def _by_kind(items: Sequence[Item], measure: Callable[..., Any]) -> dict[str, An
     return found
 
 
-def _gold(items: Sequence[Item], scores: Scores) -> dict[str, Row]:
+def _gold(items: Sequence[JudgedItem], scores: Scores) -> dict[str, Row]:
     known = [i for i, item in enumerate(items) if item.gold is not None]
     labelled = _at(items, known)
     gold = [item.gold for item in labelled]
     return _judges(labelled, gold, _at(scores, known)) if known else {}
 
 
-def _judges(items: Sequence[Item], first: Scores, second: Scores) -> dict[str, Row]:
+def _judges(items: Sequence[JudgedItem], first: Scores, second: Scores) -> dict[str, Row]:
     return _by_kind(
         items, lambda i, at: agreement(at(first), at(second), [item.question_id for item in i])
     )
 
 
-def _places(items: Sequence[Item], kind: str) -> list[int]:
+def _places(items: Sequence[JudgedItem], kind: str) -> list[int]:
     return [i for i, item in enumerate(items) if kind in ("all", item.request.kind)]
 
 

@@ -1,8 +1,8 @@
 """Cases for measuring a judge, and asking it without memory.
 
 In: the shipped files (``sample.yaml``, ``hostile/v1.yaml``), or answers of a run; a
-way to make a judge with an empty store. Out: :class:`Item` and :class:`Attack` values; scores in
-order (None if it failed), with the cost: seconds and tokens by kind, failures by
+way to make a judge with an empty store. Out: :class:`JudgedItem` and :class:`Attack` values; scores
+in order (None if it failed), with the cost: seconds and tokens by kind, failures by
 reason.
 """
 
@@ -19,7 +19,7 @@ from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.records import picked
 from refiner_core.contract.types import Judge, JudgeRequest, JudgeUsage, PromptRow
 from refiner_core.judges.calls import MAX_SCORE
-from refiner_core.judges.surroundings import usage_of
+from refiner_core.judges.context import usage_of
 from refiner_core.rewards.combine import plan_citations
 from refiner_core.rubrics import Rubric, select_rubrics
 
@@ -30,7 +30,7 @@ Polarity = Literal["positive", "negative"]
 
 
 @dataclass(frozen=True)
-class Item:
+class JudgedItem:
     """One question to a judge, with known facts about it.
 
     Attributes
@@ -69,14 +69,14 @@ class Material(NamedTuple):
     """All cases, with their source in words."""
 
     name: str
-    items: tuple[Item, ...]
+    items: tuple[JudgedItem, ...]
     attacks: tuple[Attack, ...]
 
 
 def shipped_material(questions: int | None = None) -> Material:
     """The shipped set, or its first ``questions``, with gold scores."""
     content = _yaml(SAMPLE)
-    found: list[Item] = []
+    found: list[JudgedItem] = []
     for entry in content["questions"][:questions]:
         found += _items_of_question(entry)
     return Material(f"shipped set {content['version']}", tuple(found), shipped_attacks())
@@ -100,7 +100,7 @@ def run_material(
     DataError, ConfigurationError
         Rubrics of a row, or the static set, cannot be read.
     """
-    found: list[Item] = []
+    found: list[JudgedItem] = []
     for number, (prompt, text) in enumerate(answers):
         evidence = parse_evidence(prompt.prompt_text)
         rubrics = select_rubrics(prompt.rubrics, reward)
@@ -115,24 +115,24 @@ def _items_of_answer(
     text: str,
     evidence: ParsedEvidence,
     rubrics: Sequence[Rubric],
-) -> list[Item]:
+) -> list[JudgedItem]:
     """All questions about one answer: its rubrics first, then its claims."""
     answer = parse_answer(text, evidence.texts)
     if answer.malformed or answer.body is None:
         return []
     items = [
-        Item(*place, JudgeRequest("rubric", question, answer.body, r.description), r.polarity)
+        JudgedItem(*place, JudgeRequest("rubric", question, answer.body, r.description), r.polarity)
         for r in rubrics
     ]
     for asked in plan_citations(answer, evidence, question):
         kind = asked.request.kind
         sources = tuple(evidence.texts[i] for i in asked.ids) if kind == "citation_recall" else ()
         polarity: Polarity = "negative" if kind == "citation_needed" else "positive"
-        items.append(Item(*place, asked.request, polarity, sources=sources))
+        items.append(JudgedItem(*place, asked.request, polarity, sources=sources))
     return items
 
 
-def _items_of_question(entry: Any) -> list[Item]:
+def _items_of_question(entry: Any) -> list[JudgedItem]:
     rubrics = [Rubric(r["title"], r["description"], r["polarity"]) for r in entry["rubrics"]]
     found = []
     for answer in entry["answers"]:
@@ -175,7 +175,7 @@ def _yaml(file: Path) -> Any:
 MakeJudge = Callable[[JudgeConfig], Judge]
 
 
-class Asker:
+class JudgeClient:
     """Asks judges of one configuration."""
 
     def __init__(

@@ -32,7 +32,7 @@ from refiner_core.evaluation.statistics import (
     estimate,
     two_way_mean,
 )
-from refiner_core.judge_report.material import Attack, Item
+from refiner_core.judge_report.material import Attack, JudgedItem
 
 Scores = Sequence[float | None]
 Floats = npt.NDArray[np.float64]
@@ -58,7 +58,7 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def repeatability(items: Sequence[Item], repeats: Sequence[Scores]) -> Row:
+def repeatability(items: Sequence[JudgedItem], repeats: Sequence[Scores]) -> Row:
     """For the same questions asked several times without memory: ``identical``, the
     share of items with the same score in all ``repeats``, and ``difference``, the mean absolute
     difference of two repeats. ``left_out`` items lack a score in some repeat."""
@@ -78,7 +78,7 @@ def repeatability(items: Sequence[Item], repeats: Sequence[Scores]) -> Row:
     }
 
 
-def _frame(items: Sequence[Item], **series: Scores) -> pd.DataFrame:
+def _frame(items: Sequence[JudgedItem], **series: Scores) -> pd.DataFrame:
     """Series of scores with the question of each; NaN if missing."""
     ids = [item.question_id for item in items]
     columns = {name: np.array(values, dtype=np.float64) for name, values in series.items()}
@@ -93,7 +93,7 @@ def changes(first: Scores, second: Scores) -> list[float | None]:
     ]
 
 
-def shift(items: Sequence[Item], before: Scores, after: Scores, noise: Scores | None) -> Row:
+def shift(items: Sequence[JudgedItem], before: Scores, after: Scores, noise: Scores | None) -> Row:
     """For scores before and after an irrelevant change: ``shift``, the mean of the signed
     change; ``changed``, the share of scores that changed; ``beyond``, that share minus the share
     that changes on repetition, by ``noise`` (:func:`changes` of two repeats; None
@@ -112,7 +112,7 @@ def shift(items: Sequence[Item], before: Scores, after: Scores, noise: Scores | 
     }
 
 
-def by_place(items: Sequence[Item]) -> list[int]:
+def by_place(items: Sequence[JudgedItem]) -> list[int]:
     """For rubrics of one answer in one call: 1 for an item in the first half, which is in the
     last half when the order is reversed; -1 for the opposite; 0 for the middle one, and for a
     single one."""

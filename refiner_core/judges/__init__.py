@@ -10,12 +10,12 @@ from __future__ import annotations
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.types import Judge
 from refiner_core.judges.calls import parse_judgement as parse_judgement
+from refiner_core.judges.context import JudgeContext
 from refiner_core.judges.lexical import LexicalJudge as LexicalJudge
 from refiner_core.judges.prompting import judge_prompts_digest as judge_prompts_digest
-from refiner_core.judges.surroundings import Surroundings
 
 
-def build_judge(config: JudgeConfig, around: Surroundings | None = None) -> Judge:
+def build_judge(config: JudgeConfig, around: JudgeContext | None = None) -> Judge:
     """The judge named by ``config``.
 
     Raises

@@ -1,8 +1,8 @@
 """Calls to a judge's server, and parsing of its replies. Independent of HTTP.
 
-In: judge requests and the judge's configuration. Out: :class:`Call` values, each one chat request
-for one judgement or several (all rubrics of an answer, with ``judge.form=batched``); and from the
-reply's body the judgements, or the reason for a retry.
+In: judge requests and the judge's configuration. Out: :class:`ChatCall` values, each one chat
+request for one judgement or several (all rubrics of an answer, with ``judge.form=batched``); and
+from the reply's body the judgements, or the reason for a retry.
 
 Every judgement has a key: 16 bytes of SHA-256 over everything that decides it (model, revision,
 sampling, the schema of the reply, the verbatim messages, and its place in the call). The same
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.types import CUT_SHORT, UNPARSABLE, Judgement, JudgeRequest
-from refiner_core.judges.prompting import JudgePrompts, Message, load_judge_prompts
+from refiner_core.judges.prompting import ChatMessage, JudgePrompts, load_judge_prompts
 
 #: The scale is 0 to 2, so that "in part" has its own integer.
 MAX_SCORE = 2.0
@@ -198,7 +198,7 @@ _Schema = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Call:
+class ChatCall:
     """One chat request. ``requests`` are its questions, ``keys`` one for each of them.
 
     ``schema`` is the JSON schema of the reply, for servers that support one. A ``batched``
@@ -206,7 +206,7 @@ class Call:
     """
 
     requests: tuple[JudgeRequest, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     keys: tuple[bytes, ...]
     schema: _Schema | None = None
     batched: bool = False
@@ -231,7 +231,7 @@ class Reply(NamedTuple):
 
 def plan_calls(
     requests: Sequence[JudgeRequest], config: JudgeConfig, prompts: JudgePrompts | None = None
-) -> list[Call]:
+) -> list[ChatCall]:
     """The calls that answer ``requests``; repeated requests are asked once.
 
     With ``judge.form=batched`` all rubrics of one answer to one question are one call, in their
@@ -257,7 +257,7 @@ def plan_calls(
     return [_call(tuple(asked), config, prompts, base) for asked in together.values()]
 
 
-def request_body(call: Call, config: JudgeConfig, *, structured: bool) -> dict[str, Any]:
+def request_body(call: ChatCall, config: JudgeConfig, *, structured: bool) -> dict[str, Any]:
     """The body of the chat request."""
     body: dict[str, Any] = {"model": config.model, "messages": list(call.messages)}
     if config.temperature is not None:
@@ -273,7 +273,7 @@ def request_body(call: Call, config: JudgeConfig, *, structured: bool) -> dict[s
     return body
 
 
-def read_reply(raw: bytes, call: Call) -> Reply:
+def read_reply(raw: bytes, call: ChatCall) -> Reply:
     """The judgements in a chat completion, with its tokens."""
     try:
         completion = json.loads(raw)
@@ -285,7 +285,7 @@ def read_reply(raw: bytes, call: Call) -> Reply:
     return _read(text, finish, call)._replace(tokens=tokens, served=_served(completion))
 
 
-def _read(text: Any, finish: Any, call: Call) -> Reply:
+def _read(text: Any, finish: Any, call: ChatCall) -> Reply:
     if finish == "abort":
         return Reply(None, "aborted", "the server aborted the judgement")
     if finish == "length":
@@ -320,7 +320,7 @@ def identity_digest(config: JudgeConfig) -> bytes:
 
 def _call(
     requests: tuple[JudgeRequest, ...], config: JudgeConfig, prompts: JudgePrompts, base: bytes
-) -> Call:
+) -> ChatCall:
     batched = config.form == "batched" and requests[0].kind == "rubric"
     messages = prompts.render_batch(requests) if batched else prompts.render(requests[0])
     schema, digest = None, b""
@@ -328,7 +328,7 @@ def _call(
         count = len(requests) if batched else None
         schema, digest = _schema(requests[0].kind, count, only_whole=prompts.shipped)
     keys = _keys(base + digest, messages, len(requests))
-    return Call(requests, tuple(messages), keys, schema, batched)
+    return ChatCall(requests, tuple(messages), keys, schema, batched)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -357,7 +357,7 @@ def _object(properties: _Schema) -> _Schema:
     }
 
 
-def marked(calls: Sequence[Call], mark: str) -> list[Call]:
+def marked(calls: Sequence[ChatCall], mark: str) -> list[ChatCall]:
     """The same questions with separate keys: stored answers without this mark do not apply, and
     answers with it apply to nothing else."""
     whole = hashlib.sha256(mark.encode()).digest()
@@ -368,7 +368,7 @@ def marked(calls: Sequence[Call], mark: str) -> list[Call]:
     return [replace(call, keys=tuple(map(key_of, call.keys))) for call in calls]
 
 
-def _keys(base: bytes, messages: Sequence[Message], count: int) -> tuple[bytes, ...]:
+def _keys(base: bytes, messages: Sequence[ChatMessage], count: int) -> tuple[bytes, ...]:
     whole = hashlib.sha256(base)
     for message in messages:
         text = message["content"].encode("utf-8", "replace")

@@ -51,10 +51,10 @@ from refiner_core.contract.types import (
     JudgeRequest,
     StoredJudgement,
 )
-from refiner_core.http.client import Answered, Client, Lost
-from refiner_core.http.fleet import BreakerSettings, Fleet, Server, Trouble
-from refiner_core.judges.calls import Call, Reply, read_reply, request_body
-from refiner_core.judges.surroundings import Counts, Surroundings
+from refiner_core.http.client import Client, HttpAnswer, LostAnswer
+from refiner_core.http.fleet import BreakerSettings, Fleet, FleetServer, Trouble
+from refiner_core.judges.calls import ChatCall, Reply, read_reply, request_body
+from refiner_core.judges.context import JudgeContext, UsageCounts
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +77,9 @@ _TROUBLE_OF_LOST: dict[str, Trouble] = {"too_long": "none", "timeout": "sick"}
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def outcome_of(answer: Answered | Lost, call: Call) -> tuple[Reply, Trouble]:
+def outcome_of(answer: HttpAnswer | LostAnswer, call: ChatCall) -> tuple[Reply, Trouble]:
     """Read an answer: its reply, and the state of its server."""
-    if isinstance(answer, Lost):
+    if isinstance(answer, LostAnswer):
         words = f"{_LOST[answer.reason]}{f' ({answer.error})' if answer.error else ''}"
         trouble = _TROUBLE_OF_LOST.get(answer.reason, "gone")
         return Reply(None, answer.reason, words), trouble
@@ -94,7 +94,7 @@ def outcome_of(answer: Answered | Lost, call: Call) -> tuple[Reply, Trouble]:
     return reply._replace(final=True), "none"
 
 
-class Batch:
+class JudgeBatch:
     """The requests of one submit, with their results so far. Filled in the engine's thread, awaited
     elsewhere."""
 
@@ -122,17 +122,17 @@ class Batch:
 class _Item:
     """One running call, shared by its batches."""
 
-    call: Call
+    call: ChatCall
     left_s: float
-    waiting: list[tuple[Batch, tuple[JudgeRequest, ...]]] = field(default_factory=list)
+    waiting: list[tuple[JudgeBatch, tuple[JudgeRequest, ...]]] = field(default_factory=list)
     #: Counted tries, and all requests sent.
     tries: int = 0
     sent: int = 0
     last: str = "it was not asked yet"
     #: A server that just failed, used only if there is no other.
-    avoid: Server | None = None
+    avoid: FleetServer | None = None
     #: A server that refused the schema and is asked again without one.
-    plain_at: Server | None = None
+    plain_at: FleetServer | None = None
     task: asyncio.Task[None] | None = None
 
     def failed(self, detail: str) -> tuple[Judgement, ...]:
@@ -140,17 +140,17 @@ class _Item:
         return (Judgement("failed", None, detail),) * len(self.call.requests)
 
 
-class _Tried(NamedTuple):
+class _EndedRequest(NamedTuple):
     """A finished request. ``free``: its server is gone, so that the try does not count."""
 
-    answer: Answered | Lost
+    answer: HttpAnswer | LostAnswer
     reply: Reply
     trouble: Trouble
     free: bool
     structured: bool
 
 
-def refused(server: Server, config: JudgeConfig) -> ConfigurationError:
+def refused(server: FleetServer, config: JudgeConfig) -> ConfigurationError:
     """Error for a server that refuses every call."""
     key = f"{config.api_key_env} (judge.api_key_env names the variable)"
     if server.refused in (401, 403):
@@ -169,7 +169,7 @@ def refused(server: Server, config: JudgeConfig) -> ConfigurationError:
     )
 
 
-def _outage(servers: Sequence[Server], config: JudgeConfig) -> JudgeOutage:
+def _outage(servers: Sequence[FleetServer], config: JudgeConfig) -> JudgeOutage:
     tried = ", ".join(f"{s.name} ({s.last_words})" for s in servers) or "none is known"
     return JudgeOutage(
         f"No server of the judge has answered for {config.outage_patience_s:g} s: {tried}",
@@ -179,7 +179,7 @@ def _outage(servers: Sequence[Server], config: JudgeConfig) -> JudgeOutage:
     )
 
 
-class Engine:
+class JudgeEngine:
     """Everything except ``idle``, ``pause`` and the counts belongs to the loop's thread.
 
     ``first_backoff_s`` and ``breaker``: see :class:`~refiner_core.judges.openai.OpenAIJudge`.
@@ -188,9 +188,9 @@ class Engine:
     def __init__(
         self,
         config: JudgeConfig,
-        around: Surroundings,
+        around: JudgeContext,
         store: JudgementStore,
-        counts: Counts,
+        counts: UsageCounts,
         first_backoff_s: float,
         breaker: BreakerSettings,
     ) -> None:
@@ -198,10 +198,10 @@ class Engine:
         self._first_backoff_s = first_backoff_s
         self._fleet = Fleet(time.monotonic, breaker)
         self._items: dict[tuple[bytes, ...], _Item] = {}
-        self._batches: set[Batch] = set()
+        self._batches: set[JudgeBatch] = set()
         self._slots = asyncio.Semaphore(config.concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._looks: dict[Server, asyncio.Task[bool]] = {}
+        self._looks: dict[FleetServer, asyncio.Task[bool]] = {}
         self._minding: asyncio.Task[None] | None = None
         self._looking_up: asyncio.Task[None] | None = None
         #: Set, and replaced by a new one, when a server becomes available.
@@ -235,7 +235,7 @@ class Engine:
         await asyncio.gather(*running, return_exceptions=True)
         await self._client.close()
 
-    def begin(self, batch: Batch, calls: Sequence[Call]) -> None:
+    def begin(self, batch: JudgeBatch, calls: Sequence[ChatCall]) -> None:
         """Start the calls of a batch, except those that the store answers."""
         rested = not self._batches
         self._batches.add(batch)
@@ -258,9 +258,9 @@ class Engine:
                 item.task = self._spawn(self._work(item))
             item.waiting.append((batch, call.requests))
             batch.open.add(item)
-        self._look_if_over(batch)
+        self._check_over(batch)
 
-    def drop(self, batch: Batch, error: BaseException | None = None) -> None:
+    def drop(self, batch: JudgeBatch, error: BaseException | None = None) -> None:
         """Drop a batch that is no longer awaited."""
         if batch.over.is_set():
             return
@@ -287,7 +287,7 @@ class Engine:
             batch.found.update(zip(requests, judgements, strict=True))
             batch.open.discard(item)
         for batch, _ in waited:  # afterwards: several requests of a batch may share the call
-            self._look_if_over(batch)
+            self._check_over(batch)
 
     async def _judge(self, item: _Item) -> tuple[Judgement, ...]:
         """Try until it is judged, or failed for good; cancelled when no batch waits any more."""
@@ -303,7 +303,7 @@ class Engine:
                 self._settle()
                 return reply.judgements
             item.last = reply.detail
-            status = answer.status if isinstance(answer, Answered) else 0
+            status = answer.status if isinstance(answer, HttpAnswer) else 0
             may_mean_the_schema = (
                 structured
                 and config.structured_output == "auto"
@@ -322,7 +322,7 @@ class Engine:
                 continue
             if reply.final:
                 return item.failed(reply.detail)
-            if isinstance(answer, Lost) and answer.reason == "timeout":
+            if isinstance(answer, LostAnswer) and answer.reason == "timeout":
                 return item.failed(f"no judgement within {config.timeout_s:g} s, last: {item.last}")
             item.avoid = server
             item.tries += 1
@@ -336,14 +336,14 @@ class Engine:
             item.left_s -= wait_s
             await asyncio.sleep(wait_s)
 
-    async def _ask(self, item: _Item, server: Server) -> _Tried:
+    async def _ask(self, item: _Item, server: FleetServer) -> _EndedRequest:
         """Make one request; raises only if it is cancelled."""
         structured = self._is_structured(item, server)
         body = _encode(request_body(item.call, self._config, structured=structured)).encode()
         self._counts.add(calls=1, retries=int(item.sent > 0))
         item.sent += 1
         begun, trial = time.monotonic(), self._fleet.begins(server)
-        answer: Answered | Lost = Lost("given_up")
+        answer: HttpAnswer | LostAnswer = LostAnswer("given_up")
         reply = Reply(reason="given_up")
         trouble: Trouble = "busy"  # the server's state is unknown
         try:
@@ -351,7 +351,7 @@ class Engine:
                 async with asyncio.timeout(item.left_s):
                     answer = await self._client.post(server.chat_url, server.endpoint, body)
             except TimeoutError:
-                answer = Lost("timeout")
+                answer = LostAnswer("timeout")
             reply, trouble = outcome_of(answer, item.call)
         finally:
             seconds = time.monotonic() - begun
@@ -359,21 +359,25 @@ class Engine:
             free = self._fleet.ended(server, item.call.keys, trouble, trial=trial)
         if not free:
             item.left_s -= seconds
-        if isinstance(answer, Lost) and answer.reason == "timeout" and server.heard_at < begun:
+        if (
+            isinstance(answer, LostAnswer)
+            and answer.reason == "timeout"
+            and server.answered_at < begun
+        ):
             free = not await self._found(server)
             item.left_s = self._config.timeout_s if free else item.left_s
         self._note(server, answer, reply, structured=structured)
-        return _Tried(answer, reply, trouble, free, structured)
+        return _EndedRequest(answer, reply, trouble, free, structured)
 
-    def _is_structured(self, item: _Item, server: Server) -> bool:
+    def _is_structured(self, item: _Item, server: FleetServer) -> bool:
         wanted = self._config.structured_output
         if item.call.schema is None or wanted == "none":
             return False
         taken = server.structured != "no" and item.plain_at is not server
         return wanted == "json_schema" or taken
 
-    def _count(self, answer: Answered | Lost, reply: Reply, seconds: float) -> None:
-        if isinstance(answer, Lost):
+    def _count(self, answer: HttpAnswer | LostAnswer, reply: Reply, seconds: float) -> None:
+        if isinstance(answer, LostAnswer):
             self._counts.count("lost", answer.reason)
             return
         prompt, completion = reply.tokens
@@ -385,16 +389,21 @@ class Engine:
             self._counts.count("unusable", reply.reason)
 
     def _note(
-        self, server: Server, answer: Answered | Lost, reply: Reply, *, structured: bool
+        self,
+        server: FleetServer,
+        answer: HttpAnswer | LostAnswer,
+        reply: Reply,
+        *,
+        structured: bool,
     ) -> None:
         """Record facts about a server from an answer, beyond its breaker."""
         if reply.judgements is None:
             server.last_words = reply.detail
-        if isinstance(answer, Lost):
+        if isinstance(answer, LostAnswer):
             return
-        server.heard_at = time.monotonic()
+        server.answered_at = time.monotonic()
         if answer.retry_after_s:
-            server.held_until = max(server.held_until, server.heard_at + answer.retry_after_s)
+            server.held_until = max(server.held_until, server.answered_at + answer.retry_after_s)
         if answer.status != 200:
             return
         self._fleet.answered(server)
@@ -404,20 +413,20 @@ class Engine:
             server.structured = "no"
             log.info("%s does not accept a schema for replies; continuing without one", server.name)
 
-    def _wait_s(self, item: _Item, server: Server, answer: Answered | Lost) -> float:
+    def _wait_s(self, item: _Item, server: FleetServer, answer: HttpAnswer | LostAnswer) -> float:
         """Wait before the next try: full jitter, plus the wait that the server requested."""
         longest = min(_MAX_BACKOFF_S, self._first_backoff_s * 2.0 ** (item.tries - 1))
-        asked = isinstance(answer, Answered) and answer.retry_after_s > 0
+        asked = isinstance(answer, HttpAnswer) and answer.retry_after_s > 0
         return (self._fleet.wait_s(server) if asked else 0.0) + _JITTER.random() * longest
 
-    def _keep(self, call: Call, reply: Reply) -> None:
+    def _keep(self, call: ChatCall, reply: Reply) -> None:
         tokens = reply.tokens  # all with the first, so that their sum is that over calls
         for key, judgement in zip(call.keys, reply.judgements or (), strict=True):
             assert judgement.score is not None
             self._store.put(key, StoredJudgement(judgement.score, *tokens))
             tokens = (0, 0)
 
-    def _leave(self, item: _Item, batch: Batch) -> None:
+    def _leave(self, item: _Item, batch: JudgeBatch) -> None:
         """Detach a batch from an item; an item without batches is cancelled."""
         batch.open.discard(item)
         item.waiting = [w for w in item.waiting if w[0] is not batch]
@@ -425,12 +434,12 @@ class Engine:
             self._items.pop(item.call.keys, None)
             item.task.cancel()
 
-    def _look_if_over(self, batch: Batch) -> None:
+    def _check_over(self, batch: JudgeBatch) -> None:
         if not batch.open and not batch.over.is_set():
             self._counts.add(**batch.counts())
             self._end(batch)
 
-    def _end(self, batch: Batch) -> None:
+    def _end(self, batch: JudgeBatch) -> None:
         self._batches.discard(batch)
         if not self._batches:
             self._end_pause()
@@ -461,7 +470,7 @@ class Engine:
         while self._batches:
             await asyncio.sleep(self._tick_s)
             now = time.monotonic()
-            paused_s = self._look_after(now, now - last)
+            paused_s = self._supervise(now, now - last)
             last = now
             for batch in tuple(self._batches):
                 batch.expires_at += paused_s
@@ -469,7 +478,7 @@ class Engine:
                     self._expire(batch)
             self._wake()
 
-    def _look_after(self, now: float, passed: float) -> float:
+    def _supervise(self, now: float, passed: float) -> float:
         """Check the servers; returns the seconds without any available server since the last time.
 
         Raises
@@ -504,7 +513,7 @@ class Engine:
             log.info("the pause is over after %.1f s", time.monotonic() - self._paused_since)
         self._paused_since, self.pause = None, ""
 
-    async def _probe(self, server: Server) -> None:
+    async def _probe(self, server: FleetServer) -> None:
         server.probed(await self._client.alive(server))
 
     def _renew(self) -> None:
@@ -524,7 +533,7 @@ class Engine:
         finally:
             self._look_up_at = time.monotonic() + _LOOK_UP_EVERY_S
 
-    def _expire(self, batch: Batch) -> None:
+    def _expire(self, batch: JudgeBatch) -> None:
         limit_s = self._config.batch_timeout_s
         for item in tuple(batch.open):
             why = f"no judgement within the {limit_s:g} s of its batch, last: {item.last}"
@@ -532,9 +541,9 @@ class Engine:
                 if waiting is batch:
                     batch.found.update(zip(requests, item.failed(why), strict=True))
             self._leave(item, batch)
-        self._look_if_over(batch)
+        self._check_over(batch)
 
-    async def _found(self, server: Server) -> bool:
+    async def _found(self, server: FleetServer) -> bool:
         """Check whether a server responds; simultaneous checks are merged."""
         look = self._looks.get(server)
         if look is None:

@@ -29,9 +29,9 @@ from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, Judge
 from refiner_core.http.client import LoopThread, authorization
 from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges.calls import marked, plan_calls
-from refiner_core.judges.engine import Batch, Engine
+from refiner_core.judges.context import JudgeContext, MemoryStore, UsageCounts
+from refiner_core.judges.engine import JudgeBatch, JudgeEngine
 from refiner_core.judges.prompting import load_judge_prompts
-from refiner_core.judges.surroundings import Counts, MemoryStore, Surroundings
 
 #: Interval at which waiting callers check for a pause and a stop, seconds.
 _LOOK_S = 0.1
@@ -47,7 +47,7 @@ class OpenAIJudge:
         ``max_retries`` counts the tries after the first; tries that fail because a server is gone
         do not count.
     around
-        Store, endpoints, stop and pause; see :class:`~refiner_core.judges.Surroundings`.
+        Store, endpoints, stop and pause; see :class:`~refiner_core.judges.JudgeContext`.
     first_backoff_s
         Longest wait after the first failed try; it doubles with each, up to 30 s, and the wait is
         drawn from 0 to it.
@@ -63,21 +63,21 @@ class OpenAIJudge:
     def __init__(
         self,
         config: JudgeConfig,
-        around: Surroundings | None = None,
+        around: JudgeContext | None = None,
         *,
         first_backoff_s: float = 0.5,
         breaker: BreakerSettings | None = None,
     ) -> None:
-        self._around = around or Surroundings()
+        self._around = around or JudgeContext()
         _check_addresses(config, self._around)
         # Unreadable prompts are refused now, not at step 1.
         self._prompts = load_judge_prompts(config.prompt, config.form)
         self._config = config
         self._store = self._around.store or MemoryStore()
-        self._counts = Counts()
+        self._counts = UsageCounts()
         self._pace = first_backoff_s, breaker or BreakerSettings()
         self._starting, self._telling = threading.Lock(), threading.Lock()
-        self._engine: Engine | None = None
+        self._engine: JudgeEngine | None = None
         self._thread: LoopThread | None = None
         self._told = ""
         self._process, self._closed = os.getpid(), False
@@ -100,7 +100,7 @@ class OpenAIJudge:
             The judge was closed, or belongs to the process that this one was forked from.
         """
         thread, engine = self._running()
-        batch = Batch(requests, self._config.batch_timeout_s)
+        batch = JudgeBatch(requests, self._config.batch_timeout_s)
         self._counts.add(asked=len(requests))
         calls = plan_calls(batch.requests, self._config, self._prompts)
         thread.call(engine.begin, batch, marked(calls, self._mark) if self._mark else calls)
@@ -133,7 +133,7 @@ class OpenAIJudge:
 
     # ---- for _Pending
 
-    def _wait(self, batch: Batch) -> list[Judgement]:
+    def _wait(self, batch: JudgeBatch) -> list[Judgement]:
         try:
             while not batch.over.wait(_LOOK_S):
                 self._look(batch)
@@ -154,7 +154,7 @@ class OpenAIJudge:
             raise batch.error
         return [batch.found[request] for request in batch.requests]
 
-    def _look(self, batch: Batch) -> None:
+    def _look(self, batch: JudgeBatch) -> None:
         self._tell()
         if self._told and self._around.should_stop():
             raise Interrupted(
@@ -172,7 +172,7 @@ class OpenAIJudge:
 
     # ---- before the engine starts
 
-    def _running(self) -> tuple[LoopThread, Engine]:
+    def _running(self) -> tuple[LoopThread, JudgeEngine]:
         if os.getpid() != self._process:
             raise RuntimeError("a judge cannot be used in a forked process; make one there")
         if self._around.endpoints is None:
@@ -181,7 +181,9 @@ class OpenAIJudge:
             if self._closed:
                 raise RuntimeError("the judge was closed")
             if self._thread is None or self._engine is None:
-                engine = Engine(self._config, self._around, self._store, self._counts, *self._pace)
+                engine = JudgeEngine(
+                    self._config, self._around, self._store, self._counts, *self._pace
+                )
                 hooks = (engine.open, engine.close, engine.fail)
                 self._engine, self._thread = engine, LoopThread("refiner-judge", *hooks)
                 weakref.finalize(self, self._thread.end)
@@ -191,7 +193,7 @@ class OpenAIJudge:
 class _Pending:
     """Implements :class:`~refiner_core.contract.types.PendingJudgements`."""
 
-    def __init__(self, judge: OpenAIJudge, batch: Batch) -> None:
+    def __init__(self, judge: OpenAIJudge, batch: JudgeBatch) -> None:
         self._judge, self._batch = judge, batch
 
     def result(self) -> list[Judgement]:
@@ -209,7 +211,7 @@ class _Pending:
         return self._judge._wait(self._batch)
 
 
-def _check_addresses(config: JudgeConfig, around: Surroundings) -> None:
+def _check_addresses(config: JudgeConfig, around: JudgeContext) -> None:
     addresses = [a for a in (config.base_url, *config.base_urls) if a]
     usable = all(address.startswith(("http://", "https://")) for address in addresses)
     if usable and (addresses or around.endpoints is not None):

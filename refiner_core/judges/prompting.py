@@ -61,10 +61,10 @@ _HARMLESS = {"<": "‹", "[": "❲"}
 #: Hexadecimal digits in the name of a fence: 128 bits; 48 in the older prompts.
 _FENCE, _FENCE_BEFORE = 32, 12
 #: Prompts held for a block, by name and form.
-_held: dict[tuple[str, str], JudgePrompts] = {}
+_retained: dict[tuple[str, str], JudgePrompts] = {}
 
 
-class Message(TypedDict):
+class ChatMessage(TypedDict):
     """One chat message."""
 
     role: str
@@ -100,7 +100,7 @@ class JudgePrompts:
         parts = [f"{kind}\x1f{p.system}\x1f{p.user}" for kind, p in used]
         return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
 
-    def render(self, request: JudgeRequest) -> list[Message]:
+    def render(self, request: JudgeRequest) -> list[ChatMessage]:
         """The chat messages of one request."""
         labels = _LABELS[request.kind]
         values = {
@@ -109,7 +109,7 @@ class JudgePrompts:
         }
         return _filled(self._of(request.kind), values)
 
-    def render_batch(self, requests: Sequence[JudgeRequest]) -> list[Message]:
+    def render_batch(self, requests: Sequence[JudgeRequest]) -> list[ChatMessage]:
         """The chat messages of all rubrics of one answer, numbered from 1.
 
         ``requests`` have the same question and text.
@@ -154,8 +154,8 @@ def load_judge_prompts(prompt: str, form: str = "per_rubric") -> JudgePrompts:
     """
     if prompt in prompt_versions():
         return _shipped(prompt)
-    if (prompt, form) in _held:
-        return _held[prompt, form]
+    if (prompt, form) in _retained:
+        return _retained[prompt, form]
     folder = Path(prompt).expanduser()
     if not folder.is_dir():
         raise ConfigurationError(
@@ -194,11 +194,11 @@ def hold_judge_prompts(prompt: str, form: str, digest: str) -> Iterator[JudgePro
             expected="the prompts of the plan's fingerprint",
             fix="put them back, or run the recipe again, which plans with the new ones",
         )
-    _held[prompt, form] = prompts
+    _retained[prompt, form] = prompts
     try:
         yield prompts
     finally:
-        del _held[prompt, form]
+        del _retained[prompt, form]
 
 
 @functools.lru_cache(maxsize=256)
@@ -218,11 +218,11 @@ def _sendable(text: str) -> str:
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
-def _filled(prompt: _Prompt, values: Mapping[str, str]) -> list[Message]:
+def _filled(prompt: _Prompt, values: Mapping[str, str]) -> list[ChatMessage]:
     # One pass: inserted values are not filled again.
     user = _PLACE.sub(lambda match: values.get(match[1], match[0]), prompt.user)
-    system = [Message(role="system", content=prompt.system)] if prompt.system else []
-    return [*system, Message(role="user", content=user)]
+    system = [ChatMessage(role="system", content=prompt.system)] if prompt.system else []
+    return [*system, ChatMessage(role="user", content=user)]
 
 
 @functools.cache

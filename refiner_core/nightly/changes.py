@@ -1,7 +1,7 @@
 """Detection of changes, and their causes, from the nights of one series in order.
 
-In: :class:`Point` values of a series and of the canary under the same protocol and metric. Out:
-:class:`Change` values, each reported once.
+In: :class:`NightPoint` values of a series and of the canary under the same protocol and metric.
+Out: :class:`Change` values, each reported once.
 
 Later nights are compared with a *level*: initially the first night. A night counts if its
 difference from the level, paired on prompts, is beyond three errors (see below) and not
@@ -51,7 +51,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refiner_core.contract.records import picked, to_json
-from refiner_core.nightly.definition import Alerts, Row, When
+from refiner_core.nightly.definition import Alerts, NightRow, When
 
 Floats = npt.NDArray[np.float64]
 #: In units of the error: beyond it a night counts; a claim about weights needs ``CLAIMED`` beyond
@@ -198,7 +198,7 @@ NEEDED, OF = 2, 3
 
 
 @dataclass(frozen=True)
-class Point:
+class NightPoint:
     """One night of a series.
 
     ``measured_in`` is the night whose conditions the values were made under (for a repeated
@@ -253,11 +253,11 @@ class Change:
 
 class _Level(NamedTuple):
     values: Values
-    nights: tuple[Point, ...]
+    nights: tuple[NightPoint, ...]
 
 
 def read_series(
-    points: Sequence[Point], canary: Sequence[Point] | None, *, smallest: float = 0.0
+    points: Sequence[NightPoint], canary: Sequence[NightPoint] | None, *, smallest: float = 0.0
 ) -> tuple[tuple[Change, ...], _Noise]:
     """Changes of a series, from its first night to its last, and the canary's noise.
 
@@ -280,7 +280,7 @@ class _Reader:
     """State of the reader between two nights."""
 
     def __init__(
-        self, points: Sequence[Point], canary: Sequence[Point] | None, smallest: float
+        self, points: Sequence[NightPoint], canary: Sequence[NightPoint] | None, smallest: float
     ) -> None:
         self.is_canary, self.smallest = canary is None, smallest
         frozen = points if canary is None else canary
@@ -288,11 +288,11 @@ class _Reader:
         self.means = {night: values.mean for night, values in self.canary.items()}
         self.before: _Level | None = None
         self.changes: list[Change] = []
-        self.recent: deque[tuple[int, Point]] = deque(maxlen=OF)
+        self.recent: deque[tuple[int, NightPoint]] = deque(maxlen=OF)
         if points:
             self.level = _Level(points[0].values, (points[0],))
 
-    def read(self, point: Point) -> None:
+    def read(self, point: NightPoint) -> None:
         noise = night_noise([m for night, m in self.means.items() if night <= point.night])
         shift = compare(point.values, self.level.values, noise)
         counts = shift.beyond(BEYOND) and abs(shift.difference) >= self.smallest
@@ -302,7 +302,7 @@ class _Reader:
         if direction and len(agreeing) >= NEEDED:
             self._change(direction, agreeing, noise)
 
-    def _change(self, direction: int, agreeing: Sequence[Point], noise: _Noise) -> None:
+    def _change(self, direction: int, agreeing: Sequence[NightPoint], noise: _Noise) -> None:
         new = _Level(mean_of([p.values for p in agreeing]), tuple(agreeing))
         old, last = self.level, agreeing[-1]
         then = old.nights[-1]
@@ -360,7 +360,7 @@ def moved(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[st
     return {n: (then.get(n, ""), now.get(n, "")) for n in names}
 
 
-def worth_telling(changes: Sequence[Change], when: When, *, canary: bool) -> list[Change]:
+def reportable(changes: Sequence[Change], when: When, *, canary: bool) -> list[Change]:
     """Changes to report: drift from the canary's series only, others in the relevant direction,
     and recoveries of reported changes."""
     told: list[Change] = []
@@ -376,7 +376,7 @@ def worth_telling(changes: Sequence[Change], when: When, *, canary: bool) -> lis
 
 
 #: Values of a row's metric by prompt; None if they were not kept.
-ValuesOf = Callable[[Row, str], Values | None]
+ValuesOf = Callable[[NightRow, str], Values | None]
 
 
 class _Key(NamedTuple):
@@ -394,7 +394,7 @@ class _Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Series:
+class NightSeries:
     """One checkpoint, protocol and metric, night by night.
 
     ``rows`` are all of its nights, ``told`` the reported changes; ``noise`` is
@@ -404,7 +404,7 @@ class Series:
     key: _Key
     canary: bool
     protocol_name: str
-    rows: tuple[Row, ...]
+    rows: tuple[NightRow, ...]
     noise: _Noise
     told: tuple[Change, ...]
 
@@ -414,9 +414,9 @@ class Series:
         return f"{self.key.checkpoint} · {self.key.metric} ({self.key.decoding})"
 
 
-def series_of(nights: Sequence[Row], values_of: ValuesOf, alerts: Alerts) -> list[Series]:
+def series_of(nights: Sequence[NightRow], values_of: ValuesOf, alerts: Alerts) -> list[NightSeries]:
     """All series of the watched metrics, the canary's first."""
-    grouped: dict[_Key, list[Row]] = {}
+    grouped: dict[_Key, list[NightRow]] = {}
     for row in sorted(nights, key=lambda r: (not r.canary, r.night)):
         for metric in alerts.metrics:
             if metric in row.numbers:
@@ -430,12 +430,12 @@ def series_of(nights: Sequence[Row], values_of: ValuesOf, alerts: Alerts) -> lis
         last, canary = found[-1], canaries.get(key[1:], [])
         frozen = None if last.canary else canary
         changes, noise = read_series(points[key], frozen, smallest=alerts.smallest)
-        told = tuple(worth_telling(changes, alerts.when, canary=last.canary))
-        series.append(Series(key, last.canary, last.protocol_name, tuple(found), noise, told))
+        told = tuple(reportable(changes, alerts.when, canary=last.canary))
+        series.append(NightSeries(key, last.canary, last.protocol_name, tuple(found), noise, told))
     return series
 
 
-def _points(rows: Sequence[Row], metric: str, values_of: ValuesOf) -> list[Point]:
+def _points(rows: Sequence[NightRow], metric: str, values_of: ValuesOf) -> list[NightPoint]:
     """Rows with known values by prompt; each evaluation is read once."""
     known: dict[str, Values | None] = {}
     found = []
@@ -444,11 +444,11 @@ def _points(rows: Sequence[Row], metric: str, values_of: ValuesOf) -> list[Point
             known[row.stage] = values_of(row, metric)
         values = known[row.stage]
         if values is not None and len(values.prompts):
-            found.append(Point(row.night, row.measured_in, row.digest, values, row.facts))
+            found.append(NightPoint(row.night, row.measured_in, row.digest, values, row.facts))
     return found
 
 
-def changed_beside(rows: Sequence[Row]) -> dict[str, dict[str, tuple[str, str]]]:
+def changed_alongside(rows: Sequence[NightRow]) -> dict[str, dict[str, tuple[str, str]]]:
     """Night -> changes since the series' previous night: weights and facts."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for one, other in pairwise(rows):
@@ -464,7 +464,9 @@ def changed_beside(rows: Sequence[Row]) -> dict[str, dict[str, tuple[str, str]]]
 _MOST_FACTS = 8
 
 
-def alert_of(nightly: str, series: Series, change: Change, beside: Sequence[str]) -> dict[str, Any]:
+def alert_of(
+    nightly: str, series: NightSeries, change: Change, beside: Sequence[str]
+) -> dict[str, Any]:
     """An alert as JSON: for people (``title``, ``text``) and for scripts.
 
     Parameters
@@ -506,7 +508,7 @@ _CAUSES = {
 }
 
 
-def _title(nightly: str, series: Series, change: Change) -> str:
+def _title(nightly: str, series: NightSeries, change: Change) -> str:
     what = f"{series.key.metric} ({series.key.decoding})"
     of = f"{what} of {series.key.checkpoint}"
     if change.kind == "recovery":
@@ -518,7 +520,7 @@ def _title(nightly: str, series: Series, change: Change) -> str:
     return f"{nightly}: {of} {amount}" + ("; the cause is unclear" * (change.cause == "unclear"))
 
 
-def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[str]:
+def _sentences(series: NightSeries, change: Change, beside: Sequence[str]) -> list[str]:
     (low, high), shift = change.shift.interval, change.shift
     moved = 0.0 if change.canary is None else change.canary.difference
     cause = "unmeasured" if change.cause == "unclear" and change.canary is None else change.cause

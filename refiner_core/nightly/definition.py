@@ -42,7 +42,7 @@ from refiner_core.contract.fields import suggest
 from refiner_core.contract.files import keys_twice, read_yaml
 from refiner_core.contract.loading import warn_former
 from refiner_core.contract.records import from_json
-from refiner_core.contract.sections.steering import Alarm, check_places
+from refiner_core.contract.sections.steering import NotifyChannel, check_places
 from refiner_core.contract.shipped import refuse_unknown
 
 #: Version of the rows of a history.
@@ -52,7 +52,7 @@ When = Literal["any", "drop", "rise"]
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """Origin of a checkpoint.
 
     Attributes
@@ -90,7 +90,7 @@ class Checkpoint:
     """One model that is evaluated every night; ``name`` appears in tables and paths."""
 
     name: str
-    source: Source
+    source: CheckpointSource
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Alerts:
     metrics: tuple[str, ...] = ("reward",)
     when: When = "any"
     smallest: float = 0.0
-    alarms: tuple[Alarm, ...] = ()
+    alarms: tuple[NotifyChannel, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Nightly:
 
 
 @dataclass(frozen=True)
-class Row:
+class NightRow:
     """One checkpoint under one protocol in one night.
 
     Attributes

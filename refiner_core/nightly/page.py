@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from refiner_core.nightly.changes import Series, changed_beside
-from refiner_core.nightly.definition import Nightly, Row
+from refiner_core.nightly.changes import NightSeries, changed_alongside
+from refiner_core.nightly.definition import Nightly, NightRow
 from refiner_core.report.charts import Series as Line
 from refiner_core.report.charts import chart, summary
 from refiner_core.report.pages import parts_of
@@ -20,12 +20,12 @@ from refiner_core.report.printing import number
 
 
 @dataclass(frozen=True)
-class Reading:
+class HistoryView:
     """A history; ``missed`` maps nights to checkpoints without a number, with reasons."""
 
     nightly: Nightly
-    rows: tuple[Row, ...]
-    series: tuple[Series, ...]
+    rows: tuple[NightRow, ...]
+    series: tuple[NightSeries, ...]
     alerts: tuple[Mapping[str, Any], ...]
     missed: Mapping[str, Mapping[str, str]]
     nights: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Reading:
 VIEWS = (("summary", "Trends"), ("alerts", "Alerts"), ("missed", "Without a number"))
 
 
-def trend_page(trends: Reading, made_at: str) -> str:
+def trend_page(trends: HistoryView, made_at: str) -> str:
     """The page's text."""
     parts = parts_of(__package__, charts=bool(trends.series))
     text: str = parts["template"].render(
@@ -56,9 +56,9 @@ def open_alerts(alerts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [alert for alert in last.values() if alert["kind"] != "recovery"]
 
 
-def _groups(series: Sequence[Series]) -> list[dict[str, Any]]:
+def _groups(series: Sequence[NightSeries]) -> list[dict[str, Any]]:
     """Series of one chart: one protocol, decoding and metric; the newest first."""
-    grouped: dict[tuple[str, ...], list[Series]] = {}
+    grouped: dict[tuple[str, ...], list[NightSeries]] = {}
     for one in series:
         grouped.setdefault(one.key[1:], []).append(one)
     newest = {key: max(s.rows[-1].night for s in found) for key, found in grouped.items()}
@@ -84,15 +84,15 @@ def _day(night: str) -> float:
     return datetime.fromisoformat(night).replace(tzinfo=UTC).timestamp() * 1000
 
 
-def _changes(series: Series) -> dict[str, str]:
+def _changes(series: NightSeries) -> dict[str, str]:
     """Night -> changes since the night before."""
     return {
         night: "; ".join(f"{name}: {old} -> {new}" for name, (old, new) in facts.items())
-        for night, facts in changed_beside(series.rows).items()
+        for night, facts in changed_alongside(series.rows).items()
     }
 
 
-def _line(series: Series, index: int) -> Line:
+def _line(series: NightSeries, index: int) -> Line:
     numbers = [row.numbers[series.key.metric] for row in series.rows]
     middle, low, high = ([n.get(part) for n in numbers] for part in ("value", "low", "high"))
     changes = _changes(series)
@@ -105,7 +105,7 @@ def _line(series: Series, index: int) -> Line:
     return Line(series.key.checkpoint, days, middle, low, high, index, notes)
 
 
-def _shown(series: Series, line: Line) -> dict[str, Any]:
+def _shown(series: NightSeries, line: Line) -> dict[str, Any]:
     spread = series.noise.spread
     nights = [row.night for row in series.rows]
     return {

@@ -44,7 +44,7 @@ _JSON = ("components", "detail")
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RejectionAttempt:
     """One attempt.
 
     Attributes
@@ -117,7 +117,7 @@ class Attempt:
         return (self.text,)
 
 
-def choose(attempts: Sequence[Attempt], rule: SampleConfig) -> list[Attempt]:
+def choose(attempts: Sequence[RejectionAttempt], rule: SampleConfig) -> list[RejectionAttempt]:
     """All of one prompt's attempts, in order, with the result of the selection.
 
     1. Unusable demonstrations are out: no score (the judge or the infrastructure failed), no
@@ -168,30 +168,30 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("score", "partial", "reward"), pa.float64()),
 }
 SCHEMA = pa.schema(
-    [pa.field(f.name, _TYPES.get(f.name, pa.string())) for f in fields(Attempt)],
+    [pa.field(f.name, _TYPES.get(f.name, pa.string())) for f in fields(RejectionAttempt)],
     metadata={b"refiner.kind": b"attempts", b"refiner.format": b"1"},
 )
 
 
 @contextmanager
-def writing_attempts(path: Path) -> Iterator[Callable[[Sequence[Attempt]], None]]:
+def writing_attempts(path: Path) -> Iterator[Callable[[Sequence[RejectionAttempt]], None]]:
     """A file of attempts, written batch by batch; complete or absent."""
     with replacing(path) as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
 
-        def write(attempts: Sequence[Attempt]) -> None:
+        def write(attempts: Sequence[RejectionAttempt]) -> None:
             rows = [_row(attempt) for attempt in attempts]
             writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
 
         yield write
 
 
-def write_attempts(path: Path, attempts: Sequence[Attempt]) -> None:
+def write_attempts(path: Path, attempts: Sequence[RejectionAttempt]) -> None:
     """Write a file of attempts."""
     with writing_attempts(path) as write:
         write(attempts)
 
 
-def load_attempts(path: Path) -> list[Attempt]:
+def load_attempts(path: Path) -> list[RejectionAttempt]:
     """Read a file of attempts.
 
     Raises
@@ -209,20 +209,20 @@ def load_attempts(path: Path) -> list[Attempt]:
         ) from error
 
 
-def _row(attempt: Attempt) -> dict[str, Any]:
-    values = {f.name: getattr(attempt, f.name) for f in fields(Attempt)}
+def _row(attempt: RejectionAttempt) -> dict[str, Any]:
+    values = {f.name: getattr(attempt, f.name) for f in fields(RejectionAttempt)}
     values["components"] = dict(attempt.components)
     for name in _JSON:
         values[name] = json.dumps(values[name], ensure_ascii=False, sort_keys=True)
     return values
 
 
-def _attempt(row: dict[str, Any]) -> Attempt:
+def _attempt(row: dict[str, Any]) -> RejectionAttempt:
     for name in _JSON:
         row[name] = json.loads(row[name])
     for name in ("token_ids", "own", "tools"):
         row[name] = None if row[name] is None else tuple(row[name])
-    return Attempt(**row)
+    return RejectionAttempt(**row)
 
 
 _UNMEASURED = ("error", "unscored", "no_reward")
@@ -236,7 +236,7 @@ class _Tally:
         self._counts: defaultdict[str, Counter[Any]] = defaultdict(Counter)
         self._scores, self._partial, self._distinct = 0.0, 0.0, 0
 
-    def add(self, attempts: Sequence[Attempt]) -> None:
+    def add(self, attempts: Sequence[RejectionAttempt]) -> None:
         """Add all attempts at one prompt."""
         counts = self._counts
         full = [a for a in attempts if a.is_full(self._rule)]
@@ -281,14 +281,14 @@ class _Tally:
 _OUTCOMES = ("total", "full", "partial", "none")
 
 
-class Report:
+class RejectionReport:
     """A stage's report, updated batch by batch."""
 
     def __init__(self, rule: SampleConfig, lane: str) -> None:
         self._rule, self._lane, self._all = rule, lane, _Tally(rule)
         self._domains: defaultdict[str, _Tally] = defaultdict(lambda: _Tally(rule))
 
-    def add(self, attempts: Sequence[Attempt]) -> None:
+    def add(self, attempts: Sequence[RejectionAttempt]) -> None:
         """Add a batch: all attempts at some prompts, prompt by prompt."""
         for _, found in groupby(attempts, key=lambda attempt: attempt.sample_id):
             group = list(found)
@@ -332,7 +332,7 @@ def require_kept(report: dict[str, Any]) -> None:
     )
 
 
-def batch_metrics(number: int, attempts: Sequence[Attempt]) -> dict[str, float]:
+def batch_metrics(number: int, attempts: Sequence[RejectionAttempt]) -> dict[str, float]:
     """The metrics that a batch logs."""
     total, why = len(attempts), Counter(attempt.why for attempt in attempts)
     measured = [a for a in attempts if a.flaw not in _UNMEASURED]

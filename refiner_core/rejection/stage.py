@@ -8,7 +8,7 @@ Out, in ``output_dir``:
 ``sft_train.parquet``       the kept attempts as demonstrations: exactly the sampled tokens, with
                             loss on the model's own and on the ends of its turns
 ``attempts.parquet``        every attempt, its value, and the reason for keeping or dropping it
-``report.json``             counts, :class:`~refiner_core.rejection.attempts.Report`
+``report.json``             counts, :class:`~refiner_core.rejection.attempts.RejectionReport`
 =========================== =======================================================================
 
 There is no validation set: attempts at the same prompts on both sides would measure memorisation.
@@ -62,8 +62,8 @@ from refiner_core.contract.types import (
 )
 from refiner_core.data.prepared import load_prompts, write_demonstrations
 from refiner_core.environments.conversation import turn_template
+from refiner_core.environments.episode_runner import EpisodeSettings
 from refiner_core.environments.episodes import settings_of
-from refiner_core.environments.play import EpisodeSettings
 from refiner_core.environments.protocol import (
     Environment,
     EpisodeRecord,
@@ -74,11 +74,11 @@ from refiner_core.environments.registry import open_environment
 from refiner_core.environments.scoring import require_episode_errors
 from refiner_core.generation.completions import closing_ids, completion_text
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.judges.surroundings import usage_to_json
+from refiner_core.judges.context import usage_to_json
 from refiner_core.rejection.attempts import (
-    Attempt,
     Flaw,
-    Report,
+    RejectionAttempt,
+    RejectionReport,
     batch_metrics,
     choose,
     load_attempts,
@@ -90,8 +90,8 @@ from refiner_core.rewards import RewardInput, RewardStream, require_scored
 from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
 from refiner_core.rubrics import select_rubrics
 from refiner_core.samples import (
-    Wanted,
-    check_room,
+    PlannedSample,
+    check_fit,
     load_generator,
     sample_answers,
     sample_episodes,
@@ -99,7 +99,7 @@ from refiner_core.samples import (
 
 
 @dataclass(eq=False, kw_only=True)
-class _Attempts(BatchWork[Attempt]):
+class _Attempts(BatchWork[RejectionAttempt]):
     """Batches of episodes if there is an environment, else of answers."""
 
     what, suffix = "Sampling", ".parquet"
@@ -127,11 +127,11 @@ class _Attempts(BatchWork[Attempt]):
         lengths = (grpo.response_length, grpo.stop_strings)
         return SamplingParams(rule.temperature, rule.top_p, rule.top_k, *lengths)
 
-    def key(self, sample: Attempt) -> tuple[str, int]:
+    def key(self, sample: RejectionAttempt) -> tuple[str, int]:
         """Id of its prompt, and its number."""
         return sample.key
 
-    def failed(self, sample: Attempt) -> bool:
+    def failed(self, sample: RejectionAttempt) -> bool:
         """True if it was ended by the infrastructure."""
         return sample.status == "error"
 
@@ -141,12 +141,15 @@ class _Attempts(BatchWork[Attempt]):
             return None
         return RewardStream(self.config.reward, self.judge)
 
-    def answer(self, wanted: Wanted, sample: Attempt) -> RewardInput:
+    def answer(self, wanted: PlannedSample, sample: RejectionAttempt) -> RewardInput:
         """An answer as input of the reward."""
         return RewardInput(wanted.prompt, sample.text, sample.ended == "stop")
 
     def sample(
-        self, number: int, wanted: Sequence[Wanted], finished: Callable[[Attempt], None]
+        self,
+        number: int,
+        wanted: Sequence[PlannedSample],
+        finished: Callable[[RejectionAttempt], None],
     ) -> None:
         """Sample the requested attempts of a batch."""
         environment = self.environment
@@ -170,8 +173,8 @@ class _Attempts(BatchWork[Attempt]):
         self._spent[number] = (tokens, time.perf_counter() - started)
 
     def scored(
-        self, number: int, samples: list[Attempt], results: Sequence[RewardResult] | None
-    ) -> list[Attempt]:
+        self, number: int, samples: list[RejectionAttempt], results: Sequence[RewardResult] | None
+    ) -> list[RejectionAttempt]:
         """Score the attempts, and select the kept ones."""
         if results is None:
             self._require(samples)
@@ -184,30 +187,30 @@ class _Attempts(BatchWork[Attempt]):
         groups = [samples[first : first + size] for first in range(0, len(samples), size)]
         return [attempt for group in groups for attempt in choose(group, rule)]
 
-    def finished(self, number: int, rows: list[Attempt]) -> None:
+    def finished(self, number: int, rows: list[RejectionAttempt]) -> None:
         """Log a batch's metrics."""
         tokens, seconds = self._spent.pop(number)
         speed = {"tokens_per_second": tokens / seconds} if tokens and seconds else {}
         times = {"time/generate_s": seconds, **speed}
         self.io.log_metrics(self.step, batch_metrics(number, rows) | times)
 
-    def write(self, path: Path, rows: Sequence[Attempt]) -> None:
+    def write(self, path: Path, rows: Sequence[RejectionAttempt]) -> None:
         """Write attempts to a file."""
         write_attempts(path, rows)
 
-    def read(self, path: Path) -> list[Attempt]:
+    def read(self, path: Path) -> list[RejectionAttempt]:
         """Read attempts from a file."""
         return load_attempts(path)
 
     def _settings(self, environment: Environment) -> EpisodeSettings:
         return settings_of(self.config, environment, self._sampling)
 
-    def _attempt(self, wanted: Wanted, completion: Completion) -> Attempt:
+    def _attempt(self, wanted: PlannedSample, completion: Completion) -> RejectionAttempt:
         if self.environment is not None:
             return _episode_attempt(wanted, completion)
         closing = closing_ids(self.tokenizer, completion)
         own = (True,) * len(completion.token_ids) + (False,) * len(closing)
-        return Attempt(
+        return RejectionAttempt(
             sample_id=wanted.prompt.sample_id,
             domain=wanted.prompt.refiner_mode,
             index=wanted.number,
@@ -218,7 +221,9 @@ class _Attempts(BatchWork[Attempt]):
             ended=completion.finish_reason,
         )
 
-    def _scored(self, wanted: Wanted, attempt: Attempt, result: RewardResult) -> Attempt:
+    def _scored(
+        self, wanted: PlannedSample, attempt: RejectionAttempt, result: RewardResult
+    ) -> RejectionAttempt:
         highest = highest_reward(wanted.prompt, self.config.reward)
         total = result.total
         share = None if total is None or highest <= 0 else min(1.0, max(0.0, total / highest))
@@ -233,7 +238,7 @@ class _Attempts(BatchWork[Attempt]):
             detail=[dict(judgement) for judgement in result.judgements],
         )
 
-    def _require(self, made: Sequence[Attempt]) -> None:
+    def _require(self, made: Sequence[RejectionAttempt]) -> None:
         """Raise :class:`EnvironmentOutage` if too many attempts ended by errors."""
         failed = [attempt for attempt in made if attempt.status == "error"]
         require_episode_errors(
@@ -244,7 +249,7 @@ class _Attempts(BatchWork[Attempt]):
             example=failed[0].error if failed else "",
         )
 
-    def demonstration(self, prompt: PromptRow, attempt: Attempt) -> DemonstrationRow:
+    def demonstration(self, prompt: PromptRow, attempt: RejectionAttempt) -> DemonstrationRow:
         """A kept attempt as a demonstration: loss on the model's own tokens and on the token that
         ends an answer or a turn; tokens after the last turn are dropped."""
         before, ids = prompt.prompt_ids, attempt.token_ids
@@ -257,13 +262,13 @@ class _Attempts(BatchWork[Attempt]):
         return DemonstrationRow(name, before + ids, (False,) * len(before) + loss)
 
 
-def batches_of(config: RecipeConfig, prompts: Sequence[PromptRow]) -> list[list[Wanted]]:
+def batches_of(config: RecipeConfig, prompts: Sequence[PromptRow]) -> list[list[PlannedSample]]:
     """All attempts, in order: batches of whole prompts."""
     rule = config.sample
     size = max(1, rule.generation_batch_size // rule.attempts)
     return [
         [
-            Wanted(p, i, derive_seed(config.seed, "sample", p.sample_id, i))
+            PlannedSample(p, i, derive_seed(config.seed, "sample", p.sample_id, i))
             for p in prompts[first : first + size]
             for i in range(rule.attempts)
         ]
@@ -289,7 +294,7 @@ def highest_reward(prompt: PromptRow, reward: RewardConfig) -> float:
     return total_reward({**best, **components}, reward, stopped=True)
 
 
-def _answer_flaw(attempt: Attempt, result: RewardResult, highest: float) -> Flaw:
+def _answer_flaw(attempt: RejectionAttempt, result: RewardResult, highest: float) -> Flaw:
     if result.status == "unscored":
         return "unscored"
     if attempt.ended != "stop":
@@ -299,11 +304,11 @@ def _answer_flaw(attempt: Attempt, result: RewardResult, highest: float) -> Flaw
     return "" if highest > 0 else "no_reward"
 
 
-def _episode_attempt(wanted: Wanted, completion: Completion) -> Attempt:
+def _episode_attempt(wanted: PlannedSample, completion: Completion) -> RejectionAttempt:
     record = record_from_json(completion.episode or {})
     flaw = _episode_flaw(record)
     status: Any = "scored" if flaw in ("", "truncated") else flaw
-    return Attempt(
+    return RejectionAttempt(
         sample_id=wanted.prompt.sample_id,
         domain=domain_of_id(wanted.prompt.sample_id),
         index=wanted.number,
@@ -464,14 +469,14 @@ def _prompts(config: RecipeConfig, path: Path) -> list[PromptRow]:
             expected="at least one training prompt",
             fix="lower data.held_out_fraction, or give more rows",
         )
-    check_room(prompts, config.grpo)
+    check_fit(prompts, config.grpo)
     return prompts
 
 
 def _write(output_dir: Path, work: _Attempts) -> dict[str, Any]:
     """Write all files, with one batch in memory at a time besides the kept attempts."""
     name = "answers" if work.environment is None else "episodes"
-    tally, kept = Report(work.config.sample, name), list[DemonstrationRow]()
+    tally, kept = RejectionReport(work.config.sample, name), list[DemonstrationRow]()
     with writing_attempts(output_dir / "attempts.parquet") as write:
         for number, wanted in enumerate(work.batches, start=1):
             attempts = work.rows(number)

@@ -56,7 +56,7 @@ def chart(
         Steps are milliseconds since 1970.
     """
     most = max(_FEWEST_POINTS, MOST_POINTS // max(1, of))
-    lines = [_line(one, kept_places(one.values, most)) for one in series]
+    lines = [_line(one, kept_indices(one.values, most)) for one in series]
     return {"lines": lines, "marks": list(marks[:_MOST_MARKS]), "days": days}
 
 
@@ -78,7 +78,7 @@ def _rounded(value: float | None) -> float | None:
     return None if known is None else float(f"{known:.5g}")
 
 
-def kept_places(values: Sequence[float | None], most: int) -> list[int]:
+def kept_indices(values: Sequence[float | None], most: int) -> list[int]:
     """Indices of about ``most`` values: of each section its lowest, its highest and its first gap,
     so that thinning keeps spikes and gaps. The ends stay."""
     size = len(values)

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from refiner_core.report.printing import finite
-from refiner_core.report.run.document import Row
+from refiner_core.report.run.run_report import Row
 
 #: Marks of a mean by verdict: distinguished by form, not by colour alone.
 SHAPES: Mapping[str, str] = {

@@ -29,7 +29,7 @@ from refiner_core.answers import (
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report.drawing import shares
 from refiner_core.report.printing import count, plain
-from refiner_core.report.run.document import Row
+from refiner_core.report.run.run_report import Row
 
 MOST_OF_ANSWER = 4_000
 MOST_OF_PROMPT = 16_000
@@ -41,7 +41,7 @@ MOST_JUDGEMENTS, MOST_PARTS = 24, 40
 _BARE: Row = {"reward": None, "status": "", "finish_reason": "", "failed": "", "parts": ()}
 
 
-def shown_example(prompt: str, answers: Sequence[Row], name: str, of: int) -> dict[str, Any]:
+def example_html(prompt: str, answers: Sequence[Row], name: str, of: int) -> dict[str, Any]:
     """A prompt and at least two of its answers or attempts, as many as fit as one of ``of`` prompts
     on a page; ``name`` keeps its anchors apart from those of others."""
     room = MOST_IN_ALL // max(1, of) - min(len(prompt), MOST_OF_PROMPT)

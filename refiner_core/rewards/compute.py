@@ -73,7 +73,7 @@ def require_scored(results: Sequence[RewardResult], max_failed_share: float, *, 
     why = f": {reasons}" if reasons else ""
     share = f"at most a share of {max_failed_share} (judge.max_failed_share)"
     failed = [str(judgement.get("detail")) for judgement in _failed(results)]
-    answered = Counter(text for text in map(_what_was_said, failed) if text)
+    answered = Counter(text for text in map(_spoken_text, failed) if text)
     if 2 * answered.total() > len(failed):
         said = "; ".join(f"{text} ({n} times)" for text, n in answered.most_common(_REASONS_SHOWN))
         raise JudgeUnusable(
@@ -90,7 +90,7 @@ def require_scored(results: Sequence[RewardResult], max_failed_share: float, *, 
     )
 
 
-def _what_was_said(detail: str) -> str:
+def _spoken_text(detail: str) -> str:
     """Fault of an answer that is no judgement; empty if there was no answer."""
     if UNPARSABLE in detail:
         return detail.partition(UNPARSABLE)[2].lstrip(", ")

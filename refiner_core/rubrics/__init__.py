@@ -29,7 +29,7 @@ from refiner_core.rubrics.rows import parse_rubrics as parse_rubrics
 _FOLDER = Path(__file__).parent / "sets"
 _FIX = "see `refiner rubrics check FILE`, and `refiner rubrics show v3` for a set that fits"
 #: Sets held by stages of this process, by their names in the recipes.
-_held: dict[str, RubricSet] = {}
+_retained: dict[str, RubricSet] = {}
 
 
 def shipped_rubric_sets() -> tuple[str, ...]:
@@ -70,8 +70,8 @@ def load_rubric_set(name: str) -> RubricSet:
     ConfigurationError
         There is no such set, or the file is invalid; the message says why.
     """
-    if name in _held:
-        return _held[name]
+    if name in _retained:
+        return _retained[name]
     path = rubric_set_path(name)
     state = path.stat()
     return _load(path.absolute(), state.st_mtime_ns, state.st_size)
@@ -106,14 +106,14 @@ def hold_rubrics(name: str, digest: str) -> Iterator[RubricSet]:
             expected="titles, descriptions, polarities, weights and their order as they were",
             fix="put the file back as it was; or run the recipe again, which then is another stage",
         )
-    before = _held.get(name)
-    _held[name] = rubrics
+    before = _retained.get(name)
+    _retained[name] = rubrics
     try:
         yield rubrics
     finally:
-        del _held[name]
+        del _retained[name]
         if before is not None:
-            _held[name] = before
+            _retained[name] = before
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,7 +1,7 @@
 """Checks of rubrics before training on them.
 
-In: a file with a rubric set, or a file of rows with their own rubrics. Out: :class:`Checked`,
-with every :class:`Finding` and its place; :data:`RULES` has the reasons and fixes. An
+In: a file with a rubric set, or a file of rows with their own rubrics. Out: :class:`RubricCheck`,
+with every :class:`RubricFinding` and its place; :data:`RULES` has the reasons and fixes. An
 ``error`` is refused or counted wrongly by the reward; a ``warning`` is usually wording that
 inverts a judgement or makes the judge guess, found by patterns that accept usual
 wording. No judge is called. Unlike loading, a check continues after an error, so that one run
@@ -40,7 +40,7 @@ class _Rule(NamedTuple):
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class RubricFinding:
     """One problem.
 
     Attributes
@@ -186,7 +186,7 @@ _ROW_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _ROW_KEYS = ("title", "description", "weight")
 
 
-class _Placed(NamedTuple):
+class _LocatedRubric(NamedTuple):
     """A rubric with its line and its place, such as ``rubrics[2]``."""
 
     line: int
@@ -195,7 +195,7 @@ class _Placed(NamedTuple):
 
 
 @dataclass
-class Checked:
+class RubricCheck:
     """Results of a check.
 
     Attributes
@@ -210,7 +210,7 @@ class Checked:
 
     name: str
     form: Literal["set", "rows"]
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[RubricFinding] = field(default_factory=list)
     rubrics: int = 0
     rows: int = 0
     rows_without: int = 0
@@ -225,7 +225,7 @@ class Checked:
         """Number of warnings."""
         return len(self.findings) - self.errors
 
-    def by_rule(self) -> dict[str, list[Finding]]:
+    def by_rule(self) -> dict[str, list[RubricFinding]]:
         """Findings of each rule, errors first, then the most frequent."""
         counts = Counter(f.rule for f in self.findings)
         order = sorted(counts, key=lambda r: (RULES[r].severity != "error", -counts[r], r))
@@ -233,10 +233,10 @@ class Checked:
 
     def add(self, line: int, rule: str, what: str, place: str = "", title: str = "") -> None:
         """Add one finding."""
-        self.findings.append(Finding(line, place, title, rule, what))
+        self.findings.append(RubricFinding(line, place, title, rule, what))
 
 
-def check_file(name: str) -> Checked:
+def check_file(name: str) -> RubricCheck:
     """Check a rubric set (shipped name or YAML file), or the rubrics of a file of rows.
 
     Raises
@@ -263,8 +263,8 @@ def check_file(name: str) -> Checked:
 # ---------------------------------------------------------------- sets
 
 
-def _check_set(name: str, path: Path) -> Checked:
-    checked = Checked(name, "set")
+def _check_set(name: str, path: Path) -> RubricCheck:
+    checked = RubricCheck(name, "set")
     try:
         text = path.read_text(encoding="utf-8-sig")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -286,7 +286,7 @@ def _check_set(name: str, path: Path) -> Checked:
     placed = []
     for position, entry in enumerate(entries):
         if (rubric := read_entry(entry, path.stem)) is not None:
-            placed.append(_Placed(lines[position], f"rubrics[{position}]", rubric))
+            placed.append(_LocatedRubric(lines[position], f"rubrics[{position}]", rubric))
     checked.rubrics = len(entries)
     _check_together(checked, placed)
     checked.findings.sort()
@@ -306,8 +306,8 @@ def _lines_of_entries(root: yaml.Node | None) -> list[int]:
 # ---------------------------------------------------------------- rows
 
 
-def _check_rows(name: str, path: Path) -> Checked:
-    checked = Checked(name, "rows")
+def _check_rows(name: str, path: Path) -> RubricCheck:
+    checked = RubricCheck(name, "rows")
     for line, row, wrong in _rows(path):
         if wrong:
             checked.add(line, "unreadable", f"the line {wrong}")
@@ -331,7 +331,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any, str]]:
         yield line, row, ""
 
 
-def _check_row(checked: Checked, line: int, row: Any) -> None:
+def _check_row(checked: RubricCheck, line: int, row: Any) -> None:
     try:
         entries = rubric_entries(_rubrics_of(row))
     except DataError as error:
@@ -360,7 +360,7 @@ def _check_row(checked: Checked, line: int, row: Any) -> None:
             checked.add(line, "unread-key", f"it has {', '.join(unread)}", place, title)
         polarity: Literal["positive", "negative"] = "negative" if negative else "positive"
         rubric = Rubric(title, normal["description"], polarity, normal["weight"])
-        placed.append(_Placed(line, place, rubric))
+        placed.append(_LocatedRubric(line, place, rubric))
     _check_together(checked, placed)
 
 
@@ -391,7 +391,7 @@ def _rubrics_of(row: Any) -> Any:
 # ---------------------------------------------------------------- both
 
 
-def _check_together(checked: Checked, placed: Sequence[_Placed]) -> None:
+def _check_together(checked: RubricCheck, placed: Sequence[_LocatedRubric]) -> None:
     """Check the wording of each rubric, then problems between them."""
     found = [(i, *said) for i, item in enumerate(placed) for said in wording(item.rubric)]
     for position, rule, what in (*found, *together([(p.place, p.rubric) for p in placed])):

@@ -1,8 +1,8 @@
 """Comparison of two trainings that should be equal: the differences, the first one, their size.
 
 In: metrics, rollouts, exported weights and final checkpoints of both. Out: a
-:class:`~refiner_core.contract.proofs.Comparison` each. Pure measurements (times, speed, cache hits
-of a judge) are ignored.
+:class:`~refiner_core.contract.proofs.ProofComparison` each. Pure measurements (times, speed, cache
+hits of a judge) are ignored.
 
 A difference of numbers is |a - b| / max(1, |a|, |b|): absolute below 1, relative above. For
 weights and optimiser states it is the root mean square of a - b; for weights in units of the
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from refiner_core.contract.proofs import MEASURED, Comparison
+from refiner_core.contract.proofs import MEASURED, ProofComparison
 
 #: A row of metrics: its step, and the numbers by name.
 Row = tuple[int, Mapping[str, float | None]]
@@ -56,7 +56,7 @@ def _leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 def _compared(
     quantity: str, straight: _Values, interrupted: _Values, moved: float = 0.0
-) -> Comparison:
+) -> ProofComparison:
     """Compare values one by one. ``moved`` is the unit for weights, if known."""
     differences = []
     keys = {**straight, **interrupted}
@@ -65,12 +65,12 @@ def _compared(
         if not _equal(a, b):
             differences.append((step, name, a, b))
     if not differences:
-        return Comparison(quantity, len(keys))
+        return ProofComparison(quantity, len(keys))
     gaps = [_gap(name, a, b, moved) for _, name, a, b in differences]
     sizes = [gap for gap in gaps if gap is not None and math.isfinite(gap)]
     step, name, a, b = min(differences, key=lambda difference: difference[0])
     said = f"{name}: {_shown(a)} straight, {_shown(b)} interrupted"
-    return Comparison(
+    return ProofComparison(
         *(quantity, len(keys), len(differences)),
         max(sizes) if len(sizes) == len(gaps) else None,
         *(None if step == _END else int(step), said),
@@ -104,7 +104,7 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b or (a != a and b != b))
 
 
-def compare_traces(straight: Sequence[Row], interrupted: Sequence[Row]) -> Comparison:
+def compare_traces(straight: Sequence[Row], interrupted: Sequence[Row]) -> ProofComparison:
     """Compare every metric of every step except measurements; none missing and none twice."""
 
     def by_step(rows: Sequence[Row]) -> _Values:
@@ -119,7 +119,7 @@ def compare_traces(straight: Sequence[Row], interrupted: Sequence[Row]) -> Compa
 def compare_rollouts(
     straight: Mapping[int, Sequence[Mapping[str, Any]]],
     interrupted: Mapping[int, Sequence[Mapping[str, Any]]],
-) -> Comparison:
+) -> ProofComparison:
     """Compare every value of every rollout of every step; a missing column counts as None."""
     return _compared("rollouts", _by_step(straight), _by_step(interrupted))
 
@@ -135,7 +135,7 @@ def _by_step(steps: Mapping[int, Sequence[Mapping[str, Any]]]) -> _Values:
 # ---------------------------------------------------------------- tensors
 
 
-def compare_weights(straight: Path, interrupted: Path, moved: float) -> Comparison:
+def compare_weights(straight: Path, interrupted: Path, moved: float) -> ProofComparison:
     """Compare the safetensors files of two exported models.
 
     Parameters
@@ -155,7 +155,7 @@ def compare_weights(straight: Path, interrupted: Path, moved: float) -> Comparis
     return _compared("weights", ours, theirs, moved)
 
 
-def compare_checkpoints(straight: Path, interrupted: Path, moved: float) -> list[Comparison]:
+def compare_checkpoints(straight: Path, interrupted: Path, moved: float) -> list[ProofComparison]:
     """Compare two complete resume checkpoints of one step; ``moved``: see
     :func:`compare_weights`."""
     ours, theirs = (_read_checkpoint(folder) for folder in (straight, interrupted))

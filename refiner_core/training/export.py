@@ -20,7 +20,7 @@ from refiner_core.generation.load import load_model, load_tokenizer, set_threads
 from refiner_core.training.engines.protocol import PROGRESS
 from refiner_core.training.model import loading
 from refiner_core.training.model.loading import load_weights
-from refiner_core.training.steps.boundary import curve
+from refiner_core.training.steps.checkpoint_manager import curve
 
 _COUNTED = ("tokens", "epoch", "counts", "judge")
 

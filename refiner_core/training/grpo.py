@@ -40,7 +40,7 @@ from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, 
 from refiner_core.data.prepared import load_prompts
 from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import set_threads
-from refiner_core.judges.surroundings import (
+from refiner_core.judges.context import (
     usage_from_json,
     usage_metrics,
     usage_sum,
@@ -54,8 +54,7 @@ from refiner_core.training.export import progress_report
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
 from refiner_core.training.ranks import Ranks, RanksIO, on_first
-from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of
-from refiner_core.training.rollouts.pipeline import IN_FLIGHT, Flight, Pipeline
+from refiner_core.training.rollouts.pipeline import IN_FLIGHT, PendingBatch, Pipeline
 from refiner_core.training.rollouts.policies import (
     CopyPolicy,
     OpenServers,
@@ -63,7 +62,12 @@ from refiner_core.training.rollouts.policies import (
     ServedPolicy,
 )
 from refiner_core.training.rollouts.rollout import RolloutBatch, TrainSample, own_tokens
-from refiner_core.training.steps.boundary import Boundary, Clock, teller
+from refiner_core.training.rollouts.single_turn import Attempts, SingleTurnTask, longest_of
+from refiner_core.training.steps.checkpoint_manager import (
+    CheckpointManager,
+    StepTimer,
+    progress_reporter,
+)
 from refiner_core.training.updates import GrpoUpdate
 
 if TYPE_CHECKING:
@@ -156,7 +160,7 @@ def train_grpo(
     prompts = load_prompts(data_dir / TRAIN_FILE)
     prompt_batch(config.seed, len(prompts), config.grpo.num_unique_prompts_rollout, 0)
     samples = ranks.rank == 0 or config.grpo.generation_backend != "vllm"
-    lane = open_lane(config, judge=judge, environment=environment, samples=samples)
+    lane = open_turns(config, judge=judge, environment=environment, samples=samples)
     lane.check(prompts)
     with ExitStack() as stack:
         engine = open_engine(config, "grpo", model_ref, ranks)
@@ -166,7 +170,7 @@ def train_grpo(
         update = GrpoUpdate(engine, reference, config.grpo, config.seed, longest=lane.longest)
         run = _GrpoRun(config, prompts, update, policy, RanksIO(io, ranks), judge, lane)
         stack.callback(run.rollouts.close)
-        with run.boundary:
+        with run.checkpoints:
             run.train()
         engine.export(output_dir / "model")
         return run.report()
@@ -239,7 +243,7 @@ class _GrpoRun:
         policy: Policy,
         io: RanksIO,
         judge: Judge | None,
-        lane: Lane,
+        lane: SingleTurnTask,
     ) -> None:
         grpo = config.grpo
         self.config, self.grpo, self.judge, self.lane = config, grpo, judge, lane
@@ -249,15 +253,15 @@ class _GrpoRun:
         self.batch: RolloutBatch | None = None  # of the current step; rank 0 only
         self.rollouts = Pipeline(
             *(config, prompts, self.engine, policy, lane),
-            teller(self._report, turns=bool(config.environment.name)),
+            progress_reporter(self._report, turns=bool(config.environment.name)),
         )
-        self.boundary = Boundary(
+        self.checkpoints = CheckpointManager(
             *(self.io, self.engine, "grpo"),
             *(grpo.num_training_steps, grpo.save_freq, grpo.first_save),
             async_save=grpo.async_save,
         )
         data_hash = order_hash([row.sample_id for row in prompts])
-        self.progress: dict[str, Any] = self.boundary.restore(data_hash) or {
+        self.progress: dict[str, Any] = self.checkpoints.restore(data_hash) or {
             "data_hash": data_hash,
             "step": 0,
             "epoch": 0,
@@ -270,31 +274,31 @@ class _GrpoRun:
         lane.restore(self.progress)
         self.health.restore(self.progress.get("health"))
         position = (self.progress["epoch"], self.progress["cursor"])
-        kept = self.boundary.attachment(IN_FLIGHT)
-        self.rollouts.begin(self.progress["step"], position, kept, str(self.boundary.restored))
+        kept = self.checkpoints.attachment(IN_FLIGHT)
+        self.rollouts.begin(self.progress["step"], position, kept, str(self.checkpoints.restored))
 
     def train(self) -> None:
         """Run all remaining steps."""
-        self._stop_if_asked(self.progress["step"])
+        self._stop_if_requested(self.progress["step"])
         for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
-            self.step, clock, usage = step, Clock(), judge_meter(self.judge)
+            self.step, clock, usage = step, StepTimer(), judge_meter(self.judge)
             self.update.moved = 0
             self.health.begin(step)
             with self._saved_before(step):
-                rollouts, flight = self._rollouts(step, clock)
+                rollouts, pending = self._rollouts(step, clock)
                 metrics = {**rollouts.metrics, **self._train_on(rollouts, step, clock)}
             metrics.update(self._judge_metrics(usage()))
-            self._count(step, flight, rollouts, metrics)
-            beside = flight.seconds if self.grpo.async_steps else None
+            self._count(step, pending, rollouts, metrics)
+            beside = pending.seconds if self.grpo.async_steps else None
             metrics.update(self.health.metrics())
             metrics.update(clock.metrics(rollouts.tokens, beside=beside))
             metrics.update(self.engine.memory())
-            metrics.update(self.boundary.metrics())
+            metrics.update(self.checkpoints.metrics())
             if self.batch is not None:
                 self.io.save_rollouts(step, self.lane.rows(step, self.batch))
             self.io.log_metrics(step, metrics)
             shown = {name: metrics[name] for name in ("scores",) if name in metrics}
-            self.boundary.after(step, self.progress, shown, partial(self._in_flight, step))
+            self.checkpoints.after(step, self.progress, shown, partial(self._in_flight, step))
 
     def report(self) -> dict[str, Any]:
         """The report, computed from the progress alone: equal with or without interruptions."""
@@ -306,26 +310,26 @@ class _GrpoRun:
 
     # ------------------------------------------------------------ one step
 
-    def _rollouts(self, step: int, clock: Clock) -> tuple[_Rollouts, Flight]:
+    def _rollouts(self, step: int, clock: StepTimer) -> tuple[_Rollouts, PendingBatch]:
         """The step's rollouts, judged; starts further batches meanwhile."""
-        flight = self.rollouts.take(step, clock)
-        self._stop_if_asked(step - 1)
+        pending = self.rollouts.take(step, clock)
+        self._stop_if_requested(step - 1)
         self.rollouts.ahead(step, clock)
-        self.rollouts.judge(flight, clock)
-        self._stop_if_asked(step - 1)
-        return on_first(self.ranks, lambda: self._grouped(flight)), flight
+        self.rollouts.judge(pending, clock)
+        self._stop_if_requested(step - 1)
+        return on_first(self.ranks, lambda: self._grouped(pending)), pending
 
-    def _grouped(self, flight: Flight) -> _Rollouts:
+    def _grouped(self, pending: PendingBatch) -> _Rollouts:
         """Groups and advantages, on rank 0."""
         grpo, lane = self.grpo, self.lane
-        self.batch = batch = lane.groups(flight.samples, flight.results)
+        self.batch = batch = lane.groups(pending.samples, pending.results)
         metrics = {
             **lane.metrics(batch),
             "samples/dropped_stale": self.rollouts.dropped_stale,
-            "val/policy_age": flight.age,
+            "val/policy_age": pending.age,
         }
         if grpo.active_sampling:
-            metrics["groups/sampling_rounds"] = len(flight.rounds)
+            metrics["groups/sampling_rounds"] = len(pending.rounds)
         lengths = [len(s.completion.token_ids) for s in batch.samples]
         return _Rollouts(
             batch.train_samples(mask_truncated=grpo.mask_truncated_completions),
@@ -337,7 +341,7 @@ class _GrpoRun:
             lane.attempts(batch),
         )
 
-    def _train_on(self, rollouts: _Rollouts, step: int, clock: Clock) -> dict[str, float]:
+    def _train_on(self, rollouts: _Rollouts, step: int, clock: StepTimer) -> dict[str, float]:
         grpo, samples = self.grpo, rollouts.samples
         factor = schedule_factor(
             step - 1, grpo.num_training_steps, grpo.lr_scheduler_type, grpo.warmup_ratio
@@ -359,12 +363,12 @@ class _GrpoRun:
         return metrics
 
     def _count(
-        self, step: int, flight: Flight, rollouts: _Rollouts, metrics: dict[str, float]
+        self, step: int, pending: PendingBatch, rollouts: _Rollouts, metrics: dict[str, float]
     ) -> None:
         """Advance the progress by one step, and add the position to the metrics."""
         progress = self.progress
         progress["step"] = step
-        progress["epoch"], progress["cursor"] = flight.epoch, flight.cursor
+        progress["epoch"], progress["cursor"] = pending.epoch, pending.cursor
         progress["episode"] += rollouts.size
         progress["tokens"] += rollouts.response_tokens
         progress["health"] = self.health.state()
@@ -390,12 +394,12 @@ class _GrpoRun:
         except (JudgeOutage, EnvironmentOutage, Interrupted, HealthStop):
             if not self.update.moved and self.rollouts.savable(step - 1):
                 attachments = partial(self._in_flight, step - 1, judged=False)
-                self.boundary.save(step - 1, self.progress, attachments)
+                self.checkpoints.save(step - 1, self.progress, attachments)
             raise
 
-    def _stop_if_asked(self, step: int) -> None:
+    def _stop_if_requested(self, step: int) -> None:
         attachments = partial(self._in_flight, step, judged=False)
-        self.boundary.stop_if_asked(step, self.progress, attachments)
+        self.checkpoints.stop_if_requested(step, self.progress, attachments)
 
     def _in_flight(self, step: int, *, judged: bool | None = None) -> Mapping[str, bytes]:
         """The rollouts in flight; after a stop request there may be no time to wait for the
@@ -421,13 +425,13 @@ class _GrpoRun:
         self.io.progress(Progress(self.step - 1, self.grpo.num_training_steps, part, values))
 
 
-def open_lane(
+def open_turns(
     config: RecipeConfig,
     *,
     judge: Judge | None,
     environment: Environment | None,
     samples: bool,
-) -> Lane:
+) -> SingleTurnTask:
     """The lane of a recipe.
 
     Parameters
@@ -441,7 +445,7 @@ def open_lane(
         See :func:`refiner_core.environments.registry.open_environment`.
     """
     if not config.environment.name:
-        return Lane(config, judge)
-    from refiner_core.training.rollouts.episodes import EpisodeLane
+        return SingleTurnTask(config, judge)
+    from refiner_core.training.rollouts.multi_turn import MultiTurnTask
 
-    return EpisodeLane(config, judge, environment, samples=samples)
+    return MultiTurnTask(config, judge, environment, samples=samples)

@@ -51,7 +51,7 @@ from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.model.loading import check_window
 from refiner_core.training.model.optim import schedule_factor
 from refiner_core.training.ranks import Ranks, RanksIO
-from refiner_core.training.steps.boundary import Boundary, curve
+from refiner_core.training.steps.checkpoint_manager import CheckpointManager, curve
 from refiner_core.training.steps.health import HealthMonitor, not_finite
 
 TRAIN_FILE, VALIDATION_FILE = "sft_train.parquet", "sft_val.parquet"
@@ -105,7 +105,7 @@ def train_sft(
     """
     refuse_unsupported(config, stage)
     run = _SftRun(config, stage, data_dir, model_ref, io, ranks or Ranks())
-    with run.boundary:
+    with run.checkpoints:
         run.train()
     run.engine.export(output_dir / "model")
     return run.report()
@@ -136,13 +136,13 @@ class _SftRun:
         check_positions(self.engine.model.config, longest)
         self.validation_packs = _validation_packs(data_dir / VALIDATION_FILE, sft)
         self.validation = self._batches(self.validation_packs)
-        self.boundary = Boundary(
+        self.checkpoints = CheckpointManager(
             *(self.io, self.engine, stage),
             *(len(self.steps), sft.save_freq, sft.first_save),
             async_save=sft.async_save,
         )
         data_hash = order_hash([row.sample_id for row in rows])
-        self.progress: dict[str, Any] = self.boundary.restore(data_hash) or {
+        self.progress: dict[str, Any] = self.checkpoints.restore(data_hash) or {
             "data_hash": data_hash,
             "step": 0,
             "tokens": 0,
@@ -155,7 +155,7 @@ class _SftRun:
 
     def train(self) -> None:
         """Run all remaining steps."""
-        self.boundary.stop_if_asked(self.progress["step"], self.progress)
+        self.checkpoints.stop_if_requested(self.progress["step"], self.progress)
         began = time.perf_counter()
         for index in range(self.progress["step"], len(self.steps)):
             step = index + 1
@@ -163,7 +163,7 @@ class _SftRun:
             try:
                 metrics = self._step(index)
             except HealthStop:
-                self.boundary.save(index, self.progress)
+                self.checkpoints.save(index, self.progress)
                 raise
             times = {"time/update_s": time.perf_counter() - started}
             metrics["tokens_per_second"] = metrics.pop("tokens") / times["time/update_s"]
@@ -174,7 +174,7 @@ class _SftRun:
                 metrics["loss/validation"] = loss
                 self.progress["validation"].append([step, loss])
                 times["time/validate_s"] = time.perf_counter() - started
-            times.update(self.boundary.metrics())
+            times.update(self.checkpoints.metrics())
             now = time.perf_counter()
             metrics.update(_split(times, now - began))
             began = now
@@ -186,7 +186,7 @@ class _SftRun:
             self.progress["step"] = step
             known = "loss/train_avg" in metrics
             shown = {"loss": metrics["loss/train_avg"]} if known else {}
-            self.boundary.after(step, self.progress, shown)
+            self.checkpoints.after(step, self.progress, shown)
 
     def report(self) -> dict[str, Any]:
         """The report, computed from the progress alone: equal with or without interruptions."""

@@ -30,8 +30,8 @@ from infra.store.layout import StagePaths
 from refiner_core.contract.config import ModelConfig
 from refiner_core.training.batches import Sample, build_pack, collate
 from refiner_core.training.engines.plain import PlainEngine
-from refiner_core.training.model.loading import Loaded
-from refiner_core.training.steps.boundary import Boundary
+from refiner_core.training.model.loading import LoadedModel
+from refiner_core.training.steps.checkpoint_manager import CheckpointManager
 from tests.bench.__main__ import machine
 from tests.support.tiny_training import tiny_model, tiny_tokenizer
 
@@ -95,7 +95,7 @@ class Work:
             head_dim=HEAD_DIM,
             initializer_range=0.02,
         )
-        loaded = Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
+        loaded = LoadedModel(model, tiny_tokenizer(), share_prompts=False, balance=None)
         self.engine = PlainEngine(loaded, ModelConfig(), learning_rate=1e-4, max_grad_norm=1.0)
         sample = Sample((), tuple(i % 40 for i in range(TOKENS)), (True,) * TOKENS)
         self.batch = collate([build_pack([[sample]])])
@@ -107,7 +107,7 @@ class Work:
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         assert self.bytes > 2.9 * weights, "AdamW keeps two numbers per weight"
         # every step from 1 on is one to save at
-        self.edge = Boundary(self.io, self.engine, "sft", 10**6, 1, async_save=True)
+        self.edge = CheckpointManager(self.io, self.engine, "sft", 10**6, 1, async_save=True)
         self.saved: tuple[int, dict[str, Any]] = (0, {})
 
     @property

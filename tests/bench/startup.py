@@ -134,19 +134,19 @@ def following(folder: Path) -> dict[str, Any]:
     follower = SweepFollower(room, record)
     with events.open("a", encoding="utf-8") as log:
 
-        def say(state: str, trials: list[str]) -> None:
+        def print_line(state: str, trials: list[str]) -> None:
             lines = ({"event": "trial", "trial": t, "state": state, "run": t} for t in trials)
             log.writelines(f"{json.dumps(line)}\n" for line in lines)
             log.flush()
 
-        say("running", names)
+        print_line("running", names)
         follower.look()
         used = 0.0
         for i in range(LOOKS):
-            say("done", [names[(i * CHANGES + k) % TRIALS] for k in range(CHANGES)])
+            print_line("done", [names[(i * CHANGES + k) % TRIALS] for k in range(CHANGES)])
             before = time.process_time()
             views = follower.look()
-            follower.news()
+            follower.new_events()
             orchestrator_of(room, call)
             used += time.process_time() - before
     assert sum(view.state == "done" for view in views.values()) == min(TRIALS, LOOKS * CHANGES)

@@ -15,7 +15,7 @@ import pytest
 from flows.cli.main import main
 from tests.support.command import ROOT, SMALL, Stage, kill_orchestrator, refiner, start, wait_until
 
-TRAINER = ROOT / "tests" / "support" / "foreign_trainer.py"
+TRAINER = ROOT / "tests" / "support" / "external_trainer.py"
 TINY = ROOT / "refiner_core" / "models" / "tiny"
 EVALUATED = (
     "publish.malformed=true",  # a model that was hardly trained says nothing yet

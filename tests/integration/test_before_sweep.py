@@ -13,7 +13,7 @@ from flows.sweeping.forecasting import forecast_of
 from flows.sweeping.planning import forecast_sweep, sweep_json
 from infra.attempt.attempt import AttemptRun
 from infra.store.workspace import Workspace
-from refiner_core.contract.records import ArmRecord, Outcome
+from refiner_core.contract.records import ArmRecord, AttemptOutcome
 from sweeps.values import Question, SweepFile, SweepPlan, Trial
 from tests.support.recorded_run import PROMPTS, SMALL, RecordedRun
 
@@ -86,7 +86,7 @@ def test_an_empty_workspace_is_no_error_and_no_number(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_read_is_passed_over(root: Path, tmp_path: Path) -> None:
     """One damaged stage among thousands must not keep a sweep from being planned."""
     run = RecordedRun(root, "seed=7")
-    run.fail("sft", Outcome("bug", "stop", "no"))
+    run.fail("sft", AttemptOutcome("bug", "stop", "no"))
     (root / "runs" / run.run.run / "run.json").write_text("{")
     assert forecast_of(_plan(root, {"a": ()}, (1,)), Workspace.read_only(root)).stages
 

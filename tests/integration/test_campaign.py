@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.disk.keeper import DiskKeeper
+from infra.disk.manager import DiskManager
 from infra.host.processes import ProcessId
 from infra.orchestrator.observe import observe_actions
 from infra.orchestrator.orchestrator import Orchestrator
@@ -51,8 +51,10 @@ def tell(workspace: Workspace, **behaviour: dict[str, Any]) -> None:
 
 def campaign_on(workspace: Workspace, plan: Plan, **more: Any) -> Orchestrator:
     run = run_record(workspace, plan)
-    keeper = DiskKeeper(workspace, plan.config.disk)
-    return orchestrator_on(plan, workspace, fake_router(workspace), run=run, keeper=keeper, **more)
+    disk_manager = DiskManager(workspace, plan.config.disk)
+    return orchestrator_on(
+        plan, workspace, fake_router(workspace), run=run, disk_manager=disk_manager, **more
+    )
 
 
 def run_to_end(workspace: Workspace, plan: Plan) -> dict[str, StageView]:

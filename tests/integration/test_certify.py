@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flows.certify.processes import rank_checks
-from flows.certify.work import Order
+from flows.certify.work import WorkOrder
 from flows.cli.main import main
 from tests.support.command import command, environment, refiner, wait_until
 
@@ -79,7 +79,7 @@ def _workers(workspace: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_a_rank_whose_sums_are_wrong_is_found(tmp_path: Path) -> None:
-    order = Order(0, "float32", "tiny", False, (2,), zero=(0,))
+    order = WorkOrder(0, "float32", "tiny", False, (2,), zero=(0,))
     wrong = replace(order, rank_module="tests.support.wrong_rank")
     found = list(rank_checks(wrong, tmp_path))
     assert "fail" in {c.verdict for c in found}

@@ -1,6 +1,6 @@
 """Stage `command`: another trainer is interrupted in many ways, and ends with the same bytes.
 
-The trainer (tests/support/foreign_trainer.py) knows nothing of refiner and saves straight into
+The trainer (tests/support/external_trainer.py) knows nothing of refiner and saves straight into
 place. The bytes of its last checkpoint are compared with those of an undisturbed run.
 """
 
@@ -21,18 +21,18 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.foreign.checkpoints import work_folder
+from infra.external.checkpoints import work_folder
 from infra.host.processes import ProcessId
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import Attempt, Outcome, StageRecord
+from refiner_core.contract.records import Attempt, AttemptOutcome, StageRecord
 from tests.support.command import Stage, environment, refiner, start, wait_until
 from tests.support.plans import SOURCES, claim, small_config
 from tests.support.quota import fill, quota_folder
 
-TRAINER = Path(__file__).parents[1] / "support" / "foreign_trainer.py"
+TRAINER = Path(__file__).parents[1] / "support" / "external_trainer.py"
 RUN = f"{sys.executable} {TRAINER} --out {{output}} --seed {{seed}} --steps 16 {{resume}}"
 COMMAND = CommandConfig(
     run=RUN,
@@ -73,7 +73,7 @@ class Story:
             start_new_session=True,
         )
 
-    def attempt(self) -> Outcome:
+    def attempt(self) -> AttemptOutcome:
         """Run the next attempt to its end."""
         self.begin().wait(60)
         return self.outcome
@@ -87,7 +87,7 @@ class Story:
         return self.workspace.read_record(self.id)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> AttemptOutcome:
         assert self.last.outcome is not None, self.log
         return self.last.outcome
 

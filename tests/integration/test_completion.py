@@ -15,7 +15,7 @@ import click
 import pytest
 
 from flows.cli.main import cli
-from flows.starting.completing import candidates
+from flows.starting.completion import candidates
 from tests.support.command import ROOT, environment
 from tests.support.recorded_run import RecordedRun
 from tests.support.require import require

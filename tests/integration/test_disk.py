@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.disk.keeper import DiskKeeper
+from infra.disk.manager import DiskManager
 from infra.disk.probe import Prober
-from infra.jobs.protocol import AttemptRef
+from infra.jobs.dispatcher import AttemptRef
 from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
@@ -75,20 +75,20 @@ def test_a_reclaim_frees_space_on_a_quota(quota: QuotaFolder) -> None:
     store = CheckpointStore(workspace.layout.stage(stage.id).checkpoints, 1, keep=9)
     for step in (50, 100):
         save(store, step, 12)
-    keeper = DiskKeeper(workspace, QUICK)
-    assert keeper.shortage(keeper.need_of(stage.id), ref) == 0
+    disk_manager = DiskManager(workspace, QUICK)
+    assert disk_manager.shortage(disk_manager.need_of(stage.id), ref) == 0
     filler = quota.folder / "filler"
     fill(filler, leave=4 * MIB)
-    assert keeper.room(fresh=True).free_bytes < 8 * MIB
-    assert keeper.shortage(12 * MIB, ref) > 0
-    with keeper.reserve(ref, 12 * MIB):  # the checkpoint of step 50 goes for it
+    assert disk_manager.room(fresh=True).free_bytes < 8 * MIB
+    assert disk_manager.shortage(12 * MIB, ref) > 0
+    with disk_manager.reserve(ref, 12 * MIB):  # the checkpoint of step 50 goes for it
         save(store, 150, 12)
     assert [c.step for c in store.complete()] == [100, 150]
-    with pytest.raises(NoSpaceError, match="No space for"), keeper.reserve(ref, 40 * MIB):
+    with pytest.raises(NoSpaceError, match="No space for"), disk_manager.reserve(ref, 40 * MIB):
         pytest.fail("it does not fit")
     assert [c.step for c in store.complete()] == [150], "what could go has gone, and not the newest"
     filler.unlink()
-    done = keeper.make_room(40 * MIB, ref)
+    done = disk_manager.free_space(40 * MIB, ref)
     assert done is not None, "what others delete is seen, too"
 
 
@@ -101,8 +101,8 @@ def test_a_quota_that_is_full_to_the_last_byte_can_still_be_cleared(quota: Quota
     fill(quota.folder / "filler")
     with pytest.raises(OSError, match=f"Errno {errno.EDQUOT}"):
         (quota.folder / "one more").write_bytes(os.urandom(MIB))
-    keeper = DiskKeeper(workspace, QUICK)
-    done = keeper.make_room(4 * MIB, AttemptRef(stage.id, 1))
+    disk_manager = DiskManager(workspace, QUICK)
+    done = disk_manager.free_space(4 * MIB, AttemptRef(stage.id, 1))
     assert done.bytes >= 8 * MIB
     assert [c.step for c in store.complete()] == [10]
     (quota.folder / "one more").write_bytes(os.urandom(4 * MIB))
@@ -110,11 +110,11 @@ def test_a_quota_that_is_full_to_the_last_byte_can_still_be_cleared(quota: Quota
 
 def test_a_quota_that_no_tool_shows_is_found_by_writing(quota: QuotaFolder) -> None:
     workspace = Workspace.open(quota.folder / "ws")
-    keeper = DiskKeeper(workspace, DiskConfig(probe="statvfs", reclaim=False))
-    assert keeper.shortage(MIB) == 0
+    disk_manager = DiskManager(workspace, DiskConfig(probe="statvfs", reclaim=False))
+    assert disk_manager.shortage(MIB) == 0
     fill(quota.folder / "filler")
-    assert keeper.room(fresh=True).free_bytes > 100 * MIB
-    assert keeper.make_room(MIB) is None
+    assert disk_manager.room(fresh=True).free_bytes > 100 * MIB
+    assert disk_manager.free_space(MIB) is None
 
 
 def test_a_disk_without_inodes_is_short_though_bytes_are_free(tmp_path: Path) -> None:
@@ -127,17 +127,17 @@ def test_a_disk_without_inodes_is_short_though_bytes_are_free(tmp_path: Path) ->
             with store.new(step) as target:
                 for index in range(30):
                     (target / str(index)).touch()
-        keeper = DiskKeeper(workspace, QUICK)
-        assert keeper.shortage(MIB, ref) == 0
-        room = keeper.room(fresh=True)
+        disk_manager = DiskManager(workspace, QUICK)
+        assert disk_manager.shortage(MIB, ref) == 0
+        room = disk_manager.room(fresh=True)
         assert room.free_inodes is not None
         for index in range(room.free_inodes - 8):
             (folder / f"filler-{index}").touch()
-        assert keeper.room(fresh=True).free_bytes > 60 * MIB
-        assert keeper.shortage(MIB, ref) > 0
-        assert keeper.lacking(MIB, ref) == "8 more files and folders (inodes)"
-        assert "room for 8 more files and folders (inodes)" in keeper.status_line()
-        done = keeper.make_room(MIB, ref)
+        assert disk_manager.room(fresh=True).free_bytes > 60 * MIB
+        assert disk_manager.shortage(MIB, ref) > 0
+        assert disk_manager.lacking(MIB, ref) == "8 more files and folders (inodes)"
+        assert "room for 8 more files and folders (inodes)" in disk_manager.status_line()
+        done = disk_manager.free_space(MIB, ref)
         assert done is not None
         assert [c.step for c in store.complete()] == [2]
 
@@ -149,8 +149,8 @@ def test_weights_go_only_when_their_copy_is_on_another_file_system(tmp_path: Pat
         sft, target = published(workspace, tmp_path, plan)
         assert target.stat().st_dev != workspace.root.stat().st_dev
         assert weights_go(workspace)
-        keeper = DiskKeeper(workspace, DiskConfig())
-        keeper.carry_out(keeper.candidates())
+        disk_manager = DiskManager(workspace, DiskConfig())
+        disk_manager.carry_out(disk_manager.candidates())
         weights = workspace.layout.attempt(sft, 1).output / "model" / "model.safetensors"
         assert not weights.exists()
         assert (target / "model.safetensors").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flows.doctor import examine
-from infra.doctor.check import Check, Finding, Look, run_checks
+from infra.doctor.check import CheckResult, DoctorCheck, SystemInfo, run_checks
 from tests.support.command import ROOT, environment, refiner
 from tests.support.git_hub import EXPIRED, READ_ONLY, LoopbackHub
 from tests.support.judge_server import JudgeServer, verdict
@@ -23,7 +23,7 @@ from tests.support.wandb_server import KEY, WandbServer
 VLLM = "grpo.generation_backend=vllm"
 
 
-def named(findings: list[Finding], area: str, name: str) -> Finding:
+def named(findings: list[CheckResult], area: str, name: str) -> CheckResult:
     """The one finding of that name."""
     [found] = [f for f in findings if f.area == area and f.name == name]
     return found
@@ -73,7 +73,7 @@ def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_recorded
 def test_a_recipe_that_cannot_be_planned_is_looked_at_all_the_same() -> None:
     found = examine("refiner-gpt54", offline=True, only=("recipe", "vllm", "gpu"))
     plan = named(found, "recipe", "plan")
-    assert (plan.state, plan.mend) == (
+    assert (plan.state, plan.fix) == (
         "broken",
         "refiner doctor refiner-gpt54 data.rl_revision=COMMIT",
     )
@@ -84,22 +84,26 @@ def test_a_recipe_that_cannot_be_planned_is_looked_at_all_the_same() -> None:
 
 
 def test_checks_that_hang_or_break_take_no_other_with_them() -> None:
-    def hangs(look: Look) -> list[Finding]:
+    def hangs(look: SystemInfo) -> list[CheckResult]:
         time.sleep(30)
         return []
 
-    def breaks(look: Look) -> list[Finding]:
+    def breaks(look: SystemInfo) -> list[CheckResult]:
         raise KeyError("a bug")
 
-    def works(look: Look) -> list[Finding]:
-        return [Finding("hub", "well", "ok", "12 ms")]
+    def works(look: SystemInfo) -> list[CheckResult]:
+        return [CheckResult("hub", "well", "ok", "12 ms")]
 
     stuck = [
-        Check("gpu", f"stuck {n}", hangs, limit_s=0.3, needed=lambda _: True, hung="nvidia-smi")
+        DoctorCheck(
+            "gpu", f"stuck {n}", hangs, limit_s=0.3, needed=lambda _: True, hung="nvidia-smi"
+        )
         for n in range(20)
     ]
-    found = run_checks([*stuck, Check("hub", "b", breaks), Check("hub", "w", works)], Look())
-    assert named(found, "gpu", "stuck 19") == Finding(
+    found = run_checks(
+        [*stuck, DoctorCheck("hub", "b", breaks), DoctorCheck("hub", "w", works)], SystemInfo()
+    )
+    assert named(found, "gpu", "stuck 19") == CheckResult(
         "gpu", "stuck 19", "broken", "no answer in 0.3 s", "nvidia-smi"
     )
     assert "KeyError" in named(found, "hub", "b").what
@@ -147,7 +151,7 @@ def test_the_environment_of_servers_is_checked_in_its_own_shell(tmp_path: Path) 
     lacking = named(examine("tiny", [VLLM, python], only=["vllm"]), "vllm", "grpo.rollout_server")
     assert lacking.state == "broken"
     assert "cannot use vllm: PackageNotFoundError" in lacking.what
-    assert lacking.mend == f"{sys.executable} -m pip install --upgrade vllm"
+    assert lacking.fix == f"{sys.executable} -m pip install --upgrade vllm"
     answer = json.dumps(
         {"python": "3.12", "engine": "0.33", "torch": "2.13", "cuda": None, "gpus": 0}
     )
@@ -169,7 +173,7 @@ def test_free_space_is_that_of_the_quota(tmp_path: Path) -> None:
         found = examine("tiny", [f"workspace={disk.folder / 'runs'}"], only=["workspace"])
         room = named(found, "workspace", "room")
         assert "btrfs qgroup" in room.what
-        assert room.mend == f"refiner disk --reclaim workspace={disk.folder / 'runs'}"
+        assert room.fix == f"refiner disk --reclaim workspace={disk.folder / 'runs'}"
         assert named(found, "workspace", "file system").ok
         forecast = named(found, "workspace", "forecast")
         assert forecast.state == "warning"
@@ -185,7 +189,7 @@ def test_a_full_file_system_is_a_finding(tmp_path: Path) -> None:
     full = named(found, "workspace", "file system")
     assert full.state == "broken"
     assert "accepts no files: No space left on device (ENOSPC)" in full.what
-    assert full.mend.startswith("refiner disk --reclaim")
+    assert full.fix.startswith("refiner disk --reclaim")
     assert sum("ENOSPC" in f.what for f in found) == 1, "one cause, one line"
 
 
@@ -225,7 +229,7 @@ def test_a_cluster_its_node_and_its_partitions_are_examined(slurm: Cluster, tmp_
     large = examine("tiny", [*asked, "sft.resources.cpus=64"], offline=True, only=["slurm"])
     job = named(large, "slurm", "job of sft")
     assert job.state == "broken"
-    assert job.mend.startswith("sinfo ")
+    assert job.fix.startswith("sinfo ")
     profile.write_text("cpu_stages: slurm\npartition: gpu\n")
     wrong = examine("tiny", asked, offline=True, only=["slurm"])
     assert any("partition" in f.what for f in wrong if f.state == "broken")
@@ -234,12 +238,14 @@ def test_a_cluster_its_node_and_its_partitions_are_examined(slurm: Cluster, tmp_
 # ---------------------------------------------------------------- Hub, W&B, judge, Prefect
 
 
-def hub_findings(monkeypatch: pytest.MonkeyPatch, hub: LoopbackHub, token: str) -> list[Finding]:
+def hub_findings(
+    monkeypatch: pytest.MonkeyPatch, hub: LoopbackHub, token: str
+) -> list[CheckResult]:
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_TOKEN", token)
     asked = ["publish.target=hub", "publish.repo_id=me/model"]
     found = examine("tiny", asked, only=["hub"])
-    assert token not in json.dumps([f.what + f.mend + f.why for f in found])
+    assert token not in json.dumps([f.what + f.fix + f.why for f in found])
     return found
 
 
@@ -251,7 +257,7 @@ def test_the_rights_of_a_token_are_checked(tmp_path: Path, monkeypatch: pytest.M
         reads = hub_findings(monkeypatch, hub, READ_ONLY)
         assert named(reads, "hub", "token").ok
         refused = named(reads, "hub", "publishing to me/model")
-        assert (refused.state, refused.mend) == ("broken", "hf auth login")
+        assert (refused.state, refused.fix) == ("broken", "hf auth login")
         gone = hub_findings(monkeypatch, hub, EXPIRED)
         assert named(gone, "hub", "token").state == "broken"
 
@@ -260,7 +266,7 @@ def test_switches_that_forbid_the_network_are_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     asked = ["publish.target=hub", "publish.repo_id=me/model"]
     found = named(examine("tiny", asked, only=["hub"]), "hub", "offline switches")
-    assert (found.state, found.mend) == ("broken", "unset HF_HUB_OFFLINE")
+    assert (found.state, found.fix) == ("broken", "unset HF_HUB_OFFLINE")
     assert named(examine(None, [], only=["hub"]), "hub", "offline switches").state == "warning"
 
 
@@ -274,7 +280,7 @@ def test_the_key_and_server_of_wandb_are_checked(monkeypatch: pytest.MonkeyPatch
         assert KEY not in repr(good)
     gone = named(examine("tiny", asked, only=["wandb"]), "wandb", "server")
     assert gone.state == "broken"
-    assert gone.mend.endswith("tracking.wandb=offline")
+    assert gone.fix.endswith("tracking.wandb=offline")
 
 
 def test_a_judge_answers_a_real_question() -> None:
@@ -285,7 +291,7 @@ def test_a_judge_answers_a_real_question() -> None:
         assert "answered in" in good.what
     gone = named(examine("tiny", asked, only=["judge"]), "judge", "judge")
     assert gone.state == "broken"
-    assert gone.mend.startswith("curl --max-time 10 http://127.0.0.1:")
+    assert gone.fix.startswith("curl --max-time 10 http://127.0.0.1:")
     secret = [*asked[:2], "judge.base_url=http://me:secret@127.0.0.1:9/v1"]
     assert "secret" not in repr(examine("tiny", secret, only=["judge"]))
 
@@ -295,5 +301,5 @@ def test_an_unreachable_prefect_server_of_the_user_is_a_warning(
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:9/api")
     found = named(examine("tiny", only=["prefect"]), "prefect", "server")
-    assert (found.state, found.mend) == ("warning", "unset PREFECT_API_URL")
+    assert (found.state, found.fix) == ("warning", "unset PREFECT_API_URL")
     assert "secret" not in found.what

@@ -84,56 +84,16 @@ TRIALS = (
     Trial(r"python -m tests.support.slurm_cluster .*", words=_SLURM, where="checkout", slurm=True),
     Trial("export SLURM.*", words=_SLURM),
     Trial("export TEAM.*"),
-    Trial(
-        "refiner notify test .*TEAM_HOOK.*",
-        by="tests/integration/test_notifications.py"
-        "::test_the_command_that_tries_channels_says_what_came_of_each",
-    ),
-    Trial(
-        "refiner sweep .* --yes",
-        by="tests/integration/test_sweep.py::test_a_sweep_trains_compares_and_knows_what_is_done",
-    ),
-    Trial(
-        "refiner nightly (run|status|page) .*",
-        by="tests/integration/test_nights.py"
-        "::test_a_night_is_evaluated_by_ordinary_runs_and_the_canary_is_judged_afresh",
-    ),
-    Trial(
-        "refiner serve.*",
-        by="tests/integration/test_flows.py"
-        "::test_a_flow_run_cancelled_during_grpo_resumes_by_retry",
-    ),
-    Trial(
-        "refiner deploy .*",
-        by="tests/integration/test_flows.py::test_a_worker_of_a_pool_runs_deployments",
-    ),
-    Trial(
-        "refiner card check me/.*",
-        by="tests/integration/test_publishing.py"
-        "::test_every_step_has_its_tag_its_numbers_and_a_card_that_can_be_checked",
-    ),
-    Trial(
-        "refiner adopt .*",
-        by="tests/integration/test_adopt.py"
-        "::test_a_dead_run_of_anybodys_is_adopted_published_and_evaluated",
-    ),
-    Trial(
-        "refiner logs judge .*",
-        by="tests/integration/test_judge_service.py"
-        "::test_its_key_is_in_one_file_that_only_its_owner_reads_and_by_hand_it_is_ended",
-    ),
-    Trial(
-        "(srun .*)?refiner certify.*",
-        by="tests/integration/test_certify.py::test_a_cpu_is_certified_by_every_part",
-    ),
-    Trial(
-        "refiner prove-resume .*",
-        by="tests/integration/test_prove_resume.py::test_grpo_killed_and_stopped_is_bitwise",
-    ),
-    Trial(
-        "(git clone|pip install|export TAU2|REFINER_TAU2).*",
-        by="tests/unit/test_tau2.py::test_the_real_package_behaves_as_the_double",
-    ),
+    Trial("refiner notify test .*TEAM_HOOK.*", by="integration/test_notifications.py"),
+    Trial("refiner sweep .* --yes", by="integration/test_sweep.py"),
+    Trial("refiner nightly (run|status|page) .*", by="integration/test_nights.py"),
+    Trial("refiner (serve.*|deploy .*)", by="integration/test_flows.py"),
+    Trial("refiner card check me/.*", by="integration/test_publishing.py"),
+    Trial("refiner adopt .*", by="integration/test_adopt.py"),
+    Trial("refiner logs judge .*", by="integration/test_judge_service.py"),
+    Trial("(srun .*)?refiner certify.*", by="integration/test_certify.py"),
+    Trial("refiner prove-resume .*", by="integration/test_prove_resume.py"),
+    Trial("(git clone|pip install|export TAU2|REFINER_TAU2).*", by="unit/test_tau2.py"),
 )
 
 

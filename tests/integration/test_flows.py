@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from infra.prefect_server import ensure_server
-from infra.store.orchestrators import Orchestrator, orchestrator_of
+from infra.store.orchestrators import OrchestratorProcess, orchestrator_of
 from infra.store.workspace import Workspace
 from tests.support.command import ROOT, SMALL, Stage, environment, refiner
 from tests.support.prefect_server import PrefectApi, eventually, private_server
@@ -83,7 +83,7 @@ class Sft:
         self.room = Workspace.read_only(workspace)
 
     @property
-    def orchestrator(self) -> Orchestrator:
+    def orchestrator(self) -> OrchestratorProcess:
         return orchestrator_of(self.room, self.run)
 
     def flow_process(self) -> psutil.Process:

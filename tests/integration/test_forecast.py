@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flows.running.calls import make_recipe_plan
-from infra.disk.forecast import Knowledge, forecast_disk, size_of_model
-from infra.disk.usage import take_stock
+from infra.disk.forecast import ForecastInputs, forecast_disk, size_of_model
+from infra.disk.usage import take_inventory
 from infra.store.workspace import Workspace
 from refiner_core.models.random_model import save_random_model
 from tests.support.command import SMALL, refiner
@@ -23,13 +23,15 @@ def test_the_disk_use_of_a_publishing_run_equals_its_forecast(tmp_path: Path) ->
         *("sft.keep=1", "publish.which=listed", "publish.steps=[2]"),
     )
     before = Workspace.read_only(tmp_path / "runs")
-    forecast = forecast_disk([make_recipe_plan("tiny", recipe)], Knowledge(before, size_of_model))
+    forecast = forecast_disk(
+        [make_recipe_plan("tiny", recipe)], ForecastInputs(before, size_of_model)
+    )
     assert forecast.unknown == ()
     done = refiner("run", "tiny", *recipe, "--no-server")
     assert done.code == 0, done.stderr
 
     written: dict[str, int] = {}
-    for item in take_stock(Workspace.read_only(tmp_path / "runs").layout):
+    for item in take_inventory(Workspace.read_only(tmp_path / "runs").layout):
         kind = "publish" if item.kind == "published" else item.stage_id.partition("-")[0]
         written[kind] = written.get(kind, 0) + item.size.bytes
     expected = {need.stage.kind: need.final for need in forecast.stages}

@@ -15,7 +15,7 @@ import pytest
 
 from infra.hub import client
 from infra.hub.target import HubTarget
-from infra.publishing import FolderTarget, Published
+from infra.publishing import FolderTarget, PublishedFiles
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, HubRefused, Interrupted, StageFailed
 from refiner_core.contract.types import Progress
@@ -189,7 +189,7 @@ def test_a_published_step_is_read_by_git(hub: LoopbackHub, tmp_path: Path) -> No
     published = target(hub).publish(publication(tmp_path, 50), told.append)
     assert hub.refs(REPO) == {"heads/main": published.commit, "tags/step-50": published.commit}
     assert hub.repos[REPO].private
-    assert published == Published(
+    assert published == PublishedFiles(
         where="hub",
         target=f"{hub.url}/{REPO}/tree/step-50",
         revision="step-50",
@@ -286,7 +286,7 @@ def test_private_weights(
 
 def test_two_publications_in_one_process_take_turns(hub: LoopbackHub, tmp_path: Path) -> None:
     """The client has one session; the second publication waits for the end of the first."""
-    other: list[Published] = []
+    other: list[PublishedFiles] = []
     threads: list[threading.Thread] = []
 
     def publish_too(_: Any) -> None:

@@ -195,7 +195,7 @@ def test_lost_races_end(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.Mo
     )
     hub.faults = [fault]
     before, waits = len(hub.log), list[int]()
-    monkeypatch.setattr(patience.Patience, "wait", lambda _, nth, *__: not waits.append(nth))
+    monkeypatch.setattr(patience.TimeBudget, "wait", lambda _, nth, *__: not waits.append(nth))
     with pytest.raises(HubOutage, match="others keep on changing it"):
         target(hub, patience_s=0.2).publish(publication(tmp_path, 100))
     assert [r.status for r in hub.log[before:] if "/commit/" in r.path] == [412] * 8

@@ -25,8 +25,8 @@ from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.errors import JudgeOutage
 from refiner_core.contract.types import JudgeRequest, JudgeUsage, PromptRow, RewardResult
 from refiner_core.http.fleet import BreakerSettings
+from refiner_core.judges.context import JudgeContext, MemoryStore
 from refiner_core.judges.openai import OpenAIJudge
-from refiner_core.judges.surroundings import MemoryStore, Surroundings
 from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.training.rollouts.rollout import group_advantages
 from tests.support.judge_server import (
@@ -88,7 +88,7 @@ def faultless() -> tuple[RewardResult, ...]:
     return tuple(results)
 
 
-def a_judge(base_url: str, around: Surroundings | None = None, **changes: Any) -> OpenAIJudge:
+def a_judge(base_url: str, around: JudgeContext | None = None, **changes: Any) -> OpenAIJudge:
     config = JudgeConfig(kind="openai", model="m", base_url=base_url, timeout_s=10.0)
     config = replace(config, **({"structured_output": "none", "concurrency": 64} | changes))
     return OpenAIJudge(config, around, first_backoff_s=0.01, breaker=QUICK)
@@ -220,7 +220,7 @@ def test_a_server_killed_and_restarted_during_a_batch_costs_only_time(
     process: JudgeProcess,
 ) -> None:
     told: list[str] = []
-    around = Surroundings(on_pause=told.append)
+    around = JudgeContext(on_pause=told.append)
     with a_judge(process.base_url, around, concurrency=16) as judge:
 
         def restart() -> None:
@@ -242,7 +242,7 @@ def test_a_server_killed_and_restarted_during_a_batch_costs_only_time(
 def test_one_of_two_servers_dies_and_comes_back(process: JudgeProcess) -> None:
     told: list[str] = []
     with JudgeServer(lambda body, call: verdict(body, 0.02)) as other:
-        around = Surroundings(on_pause=told.append)
+        around = JudgeContext(on_pause=told.append)
         judge = a_judge(other.base_url, around, base_urls=(process.base_url,), concurrency=16)
         with judge:
             later = Later(lambda: process.received > 20, process.kill)
@@ -264,7 +264,7 @@ def test_one_of_two_servers_dies_and_comes_back(process: JudgeProcess) -> None:
 def test_after_an_outage_the_next_attempt_asks_only_the_rest(process: JudgeProcess) -> None:
     store = MemoryStore()
     with a_judge(
-        process.base_url, Surroundings(store=store), outage_patience_s=0.5, concurrency=16
+        process.base_url, JudgeContext(store=store), outage_patience_s=0.5, concurrency=16
     ) as judge:
         later = Later(lambda: process.received > 100, process.kill)
         with pytest.raises(JudgeOutage, match=f"127.0.0.1:{process.port}"):
@@ -273,7 +273,7 @@ def test_after_an_outage_the_next_attempt_asks_only_the_rest(process: JudgeProce
         scored = judge.usage().answers[200]
     before = process.received
     process.start()
-    with a_judge(process.base_url, Surroundings(store=store)) as judge:
+    with a_judge(process.base_url, JudgeContext(store=store)) as judge:
         assert hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge)) == 0
         usage = judge.usage()
     assert scored > 50
@@ -293,7 +293,7 @@ def test_a_gateway_whose_backend_is_dead_is_an_outage_and_no_score() -> None:
     store = MemoryStore()
     with (
         JudgeServer(script) as server,
-        a_judge(server.base_url, Surroundings(store=store), outage_patience_s=0.6) as judge,
+        a_judge(server.base_url, JudgeContext(store=store), outage_patience_s=0.6) as judge,
         pytest.raises(JudgeOutage, match="HTTP 503"),
     ):
         compute_rewards(rollouts(), REWARD, judge)

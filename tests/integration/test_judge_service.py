@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from infra.jobs.dispatch import LocalDispatcher, Router
-from infra.jobs.protocol import WorkerCommand
+from infra.jobs.dispatcher import WorkerCommand
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
 from refiner_core.contract.config import Resources
@@ -141,7 +141,7 @@ def test_the_next_orchestrator_finds_the_server_and_a_cancel_ends_it(bench: Benc
     campaign.start()
     wait_until(lambda: campaign.views()["grpo"].state == "reattached", "the job that asks", 20)
     assert campaign.views()["judge"].state == "reattached"
-    bench.workspace.ask_cancel(campaign.source.shown[0].run.run, "somebody", ())
+    bench.workspace.request_cancel(campaign.source.shown[0].run.run, "somebody", ())
     assert campaign.join()["grpo"].state == "interrupted"
     assert bench.wait_ended().leases == ()
     assert len(bench.pids) == 1

@@ -66,14 +66,14 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A judge that says what it is, and the newest night evaluated once."""
 
-    def say(body: dict[str, Any], _: int) -> Any:
+    def print_line(body: dict[str, Any], _: int) -> Any:
         reply = json.loads(completion('{"score": 2}').body)
         reply |= {"model": "judge-7b", "system_fingerprint": "fp1"}
         from tests.support.judge_server import Reply
 
         return Reply(body=json.dumps(reply))
 
-    with JudgeServer(say) as judge:
+    with JudgeServer(print_line) as judge:
         yield Place(tmp_path_factory.mktemp("nightly"), judge)
 
 

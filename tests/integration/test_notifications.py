@@ -14,52 +14,52 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.support.sent_campaign import patch_router, sent_run
 
 from flows.notifying import sender
-from flows.notifying.sender import not_sent
+from flows.notifying.sender import unsent
 from infra.store.workspace import Workspace
 from tests.support.command import environment, refiner
 from tests.support.hook import Hook
+from tests.support.told_campaign import patch_router, told_run
 
 
 class Place:
     """A workspace, and a file that a command writes messages to."""
 
     def __init__(self, folder: Path) -> None:
-        self.root, self.file = folder / "runs", folder / "sent.jsonl"
+        self.root, self.file = folder / "runs", folder / "told.jsonl"
         self.command = f"cat >> {self.file}"
 
     @property
-    def sent(self) -> list[dict[str, Any]]:
+    def told(self) -> list[dict[str, Any]]:
         """What the command was given."""
         text = self.file.read_text() if self.file.exists() else ""
         return [json.loads(line) for line in text.splitlines()]
 
     @property
     def kinds(self) -> list[str]:
-        return [message["kind"] for message in self.sent]
+        return [message["kind"] for message in self.told]
 
     @property
     def run(self) -> str:
         return Workspace.read_only(self.root).run_ids()[-1]
 
     @property
-    def not_sent(self) -> list[dict[str, Any]]:
+    def unsent(self) -> list[dict[str, Any]]:
         """Undelivered messages in the event log of the run."""
-        return not_sent(Workspace.read_only(self.root), self.run)
+        return unsent(Workspace.read_only(self.root), self.run)
 
     def start(self, notify: dict[str, Any], *resume: str) -> subprocess.Popen[bytes]:
         """An orchestrator as a process of its own."""
-        words = [sys.executable, "-m", "tests.support.sent_campaign", str(self.root)]
+        words = [sys.executable, "-m", "tests.support.told_campaign", str(self.root)]
         with (self.root.parent / "stderr.txt").open("ab") as stderr:
             return subprocess.Popen(
                 [*words, json.dumps(notify), *resume], env=environment(), stderr=stderr
             )
 
-    def behave(self, **sent: Any) -> None:
+    def behave(self, **told: Any) -> None:
         self.root.mkdir(exist_ok=True)
-        (self.root / "behaviour.json").write_text(json.dumps({"data": sent}))
+        (self.root / "behaviour.json").write_text(json.dumps({"data": told}))
 
 
 @pytest.fixture
@@ -100,15 +100,15 @@ def test_every_channel_reports_the_end_once_and_leaks_no_address(
     fields += f"; ps axww -o args > {place.file}.ps"
     notify = {"command": fields, "urls": ["TEAM_HOOK"]}
     hook._first = [500, 503]
-    assert sent_run(place.root, notify).exit_code == 0
-    assert sent_run(place.root, notify, resume=place.run).exit_code == 0, "all is done: no news"
-    (message,) = place.sent
+    assert told_run(place.root, notify).exit_code == 0
+    assert told_run(place.root, notify, resume=place.run).exit_code == 0, "all is done: no news"
+    (message,) = place.told
     assert message["title"] == f"{place.run} has finished"
     assert message["next"] == f"refiner report {place.run} workspace={place.root}"
     assert Path(f"{place.file}.fields").read_text() == f"finished {place.run}\n"
     assert [b["kind"] for b in hook.bodies] == ["finished"] * 3, "two refusals, then taken"
     assert hook.bodies[-1]["text"].startswith(f"{place.run} has finished\n")
-    assert place.not_sent == []
+    assert place.unsent == []
     files = b"".join(p.read_bytes() for p in place.root.rglob("*") if p.is_file())
     assert b"secret-path" not in files
     assert "secret-path" not in "".join(capfd.readouterr())
@@ -122,32 +122,32 @@ def test_a_server_that_hangs_holds_up_no_end_and_no_other_channel(
 ) -> None:
     hook.hangs = True
     monkeypatch.setattr(sender, "CATCH_UP_S", 0.5)
-    sent_run(place.root, {"command": place.command, "urls": ["TEAM_HOOK"]})
+    told_run(place.root, {"command": place.command, "urls": ["TEAM_HOOK"]})
     assert "two minutes" in capfd.readouterr().err
     wait_for(lambda: place.kinds == ["finished"])
-    assert place.not_sent == [], "the hook still has it"
-    (left,) = wait_for(lambda: place.not_sent, 60)
+    assert place.unsent == [], "the hook still has it"
+    (left,) = wait_for(lambda: place.unsent, 60)
     assert (left["channel"], left["kind"]) == ("TEAM_HOOK", "finished")
 
 
 def test_a_failed_channel_is_reported_and_fails_no_run(
     place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert sent_run(place.root, {"command": "exit 7"}).exit_code == 0
+    assert told_run(place.root, {"command": "exit 7"}).exit_code == 0
     assert "ended with code 7" in capfd.readouterr().err
     done = refiner("status", f"workspace={place.root}")
     assert "ended with code 7" in done.stdout
-    (event,) = refiner("status", f"workspace={place.root}", "--json").json["not_sent"]
+    (event,) = refiner("status", f"workspace={place.root}", "--json").json["not_told"]
     assert (event["channel"], event["kind"]) == ("command", "finished")
 
 
 def test_an_outage_is_reported_once_not_per_retry(place: Place) -> None:
     behaviour = {"steps": 4, "fail": "judge_outage", "fail_at_step": 2, "fails": 3}
-    done = sent_run(place.root, {"command": place.command}, behaviour=behaviour)
+    done = told_run(place.root, {"command": place.command}, behaviour=behaviour)
     assert done.exit_code == 0
     assert done.views["data"].attempt == 4
     assert place.kinds == ["paused", "finished"]
-    assert (place.sent[0]["cause"], place.sent[0]["stage"]) == ("judge_outage", "data")
+    assert (place.told[0]["cause"], place.told[0]["stage"]) == ("judge_outage", "data")
 
 
 def test_ctrl_c_is_reported_on_request(place: Place) -> None:
@@ -157,7 +157,7 @@ def test_ctrl_c_is_reported_on_request(place: Place) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 6
     assert place.kinds == ["stopped"]
-    assert place.sent[0]["next"] == f"refiner resume {place.run} workspace={place.root}"
+    assert place.told[0]["next"] == f"refiner resume {place.run} workspace={place.root}"
 
 
 def test_a_killed_orchestrator_and_the_end_of_its_run_are_reported(place: Place) -> None:
@@ -169,8 +169,8 @@ def test_a_killed_orchestrator_and_the_end_of_its_run_are_reported(place: Place)
     process.kill()
     process.wait()
     wait_for(lambda: place.kinds == ["failed"])
-    assert place.sent[0]["cause"] == "orchestrator_gone"
-    assert place.sent[0]["next"] == f"refiner resume {place.run} workspace={place.root}"
+    assert place.told[0]["cause"] == "orchestrator_gone"
+    assert place.told[0]["next"] == f"refiner resume {place.run} workspace={place.root}"
     wait_for(lambda: child not in senders())
     assert place.start(notify, place.run).wait(60) == 0
     assert place.kinds == ["failed", "finished"]
@@ -184,18 +184,18 @@ def test_a_killed_sender_is_reported_and_fails_no_run(place: Place) -> None:
     )
     child.kill()
     assert process.wait(60) == 0
-    assert place.sent == []
+    assert place.told == []
     said = (place.root.parent / "stderr.txt").read_text()
     assert said.count("this run") == 1
 
 
 def test_notify_test_reports_the_result_of_each_channel(tmp_path: Path, hook: Hook) -> None:
-    sent = tmp_path / "sent"
-    channels = (f"notify.command=cat > {sent}", "notify.urls=[TEAM_HOOK]")
+    told = tmp_path / "told"
+    channels = (f"notify.command=cat > {told}", "notify.urls=[TEAM_HOOK]")
     done = refiner("notify", "test", "tiny", *channels, "--json")
     assert done.code == 0, done.stderr
     assert [c["delivered"] for c in done.json["channels"]] == [True, True]
-    assert json.loads(sent.read_text())["kind"] == hook.bodies[0]["kind"] == "test"
+    assert json.loads(told.read_text())["kind"] == hook.bodies[0]["kind"] == "test"
     hook.status = 404
     done = refiner("notify", "test", "tiny", channels[0], "notify.webhook=TEAM_HOOK")
     assert done.code == 1

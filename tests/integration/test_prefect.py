@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from infra.prefect_server import ensure_server, server_status, terminal_link
-from refiner_core.contract.records import Outcome
+from refiner_core.contract.records import AttemptOutcome
 from refiner_core.contract.types import Progress
 from tests.support.browser import chromium
 from tests.support.command import command, environment, refiner
@@ -199,7 +199,7 @@ def test_a_resume_continues_a_flow_run_without_follower(
 
 def test_a_full_disk_is_an_event_and_an_incident(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path, "data", "sft")
-    full = Outcome("disk_full", "resume", "saving the checkpoint of step 3", 5, 3, errno=122)
+    full = AttemptOutcome("disk_full", "resume", "saving the checkpoint of step 3", 5, 3, errno=122)
     with call.worked_on():
         call.shows("data", "skipped", attempt=0)
         stage = claim(call.room, call.plan, "sft")

@@ -16,7 +16,7 @@ import pytest
 
 from infra.host.processes import ProcessId
 from infra.store.traces import read_metrics
-from infra.store.workspace import Claim, Workspace
+from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.records import Attempt, StageRecord
 from tests.support.command import ROOT, SMALL, Stage, environment, wait_until
 from tests.support.command import start as start_command
@@ -45,7 +45,7 @@ def start(workspace: Workspace) -> Iterator[Start]:
             left.unlink()
         (workspace.root / "behaviour.json").write_text(json.dumps({"steps": 3, **behaviour}))
         after = max(workspace.layout.stage(STAGE.id).attempt_numbers(), default=0)
-        claim = Claim(OWNER, "local", after)
+        claim = StageClaim(OWNER, "local", after)
         assert workspace.claim_attempt(STAGE, PLAN.config, {}, claim) is not None
         number = str(after + 1)
         process = subprocess.Popen(
@@ -143,7 +143,7 @@ def test_a_killed_worker_leaves_no_process_behind(workspace: Workspace, start: S
     worker.kill()
     worker.wait(30)
     for process in family:
-        assert process.wait_gone(20), process
+        assert process.wait_ended(20), process
 
 
 # ---------------------------------------------------------------- the real training

@@ -20,7 +20,7 @@ import psutil
 import torch.distributed as dist
 
 from infra.ranks.launch import agent_command
-from infra.ranks.protocol import ORDER, rank_settings
+from infra.ranks.messages import ORDER, rank_settings
 from refiner_core.contract.placement import Placement
 from refiner_core.training.ranks import TALK
 from tests.support.command import ROOT, environment, wait_until

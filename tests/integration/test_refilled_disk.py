@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.running.status import Watcher
-from infra.disk.keeper import DiskKeeper
+from flows.running.status import RunWatcher
+from infra.disk.manager import DiskManager
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RetryConfig
@@ -77,7 +77,7 @@ class Going:
             workspace,
             fake_router(workspace),
             run=self.run,
-            keeper=DiskKeeper(workspace, DISK),
+            disk_manager=DiskManager(workspace, DISK),
         )
         self.campaign.start()
 
@@ -93,7 +93,7 @@ class Going:
 
     @property
     def status(self) -> tuple[str, str]:
-        found = Watcher(self.workspace, self.run).look().stages[0]
+        found = RunWatcher(self.workspace, self.run).look().stages[0]
         return found.state, found.reason
 
     def until_it_waits(self, number: int) -> None:

@@ -27,14 +27,14 @@ from refiner_core.contract.types import (
     PromptRow,
     SamplingParams,
 )
-from refiner_core.data.copier import random_copier
 from refiner_core.data.prepared import load_prompts
+from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.generation.load import load_tokenizer
 from refiner_core.judges import build_judge, prompting
 from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.training.batches import prompt_batch
 from refiner_core.training.grpo import train_grpo
-from refiner_core.training.rollouts.rollout import Sampled, form_groups, rollout_rows
+from refiner_core.training.rollouts.rollout import RolloutSample, form_groups, rollout_rows
 from tests.support.command import start, wait_until
 from tests.support.judge_server import JudgeServer, Reply, digest_of, score
 from tests.support.recorded_run import RecordedRun
@@ -48,7 +48,7 @@ def said(prompt: PromptRow, step: int, index: int) -> str:
     number = random.Random(f"{prompt.sample_id}/{step}/{index}")
     if number.random() < 1 / 7:
         return "I do not know."
-    text = random_copier(prompt.prompt_text, number)
+    text = random_baseline_answers(prompt.prompt_text, number)
     return text.replace("</answer>", f" Remark {step}.{index} ends this.</answer>")
 
 
@@ -58,7 +58,7 @@ def write_rollouts(run: RecordedRun, attempt: AttemptRun, judge: Judge, step: in
     prompts = load_prompts(data / "rl_train.parquet")
     first = (step - 1) * PER_STEP % len(prompts)
     samples = [
-        Sampled(
+        RolloutSample(
             position,
             index,
             prompts[position],
@@ -436,7 +436,7 @@ class Talker:
         completions = []
         for number, request in enumerate(requests):
             prompt = self._prompts[number * len(self._prompts) // len(requests)]
-            text = random_copier(prompt.prompt_text, random.Random(request.seed))
+            text = random_baseline_answers(prompt.prompt_text, random.Random(request.seed))
             ids = self._tokenizer.encode(text, add_special_tokens=False)
             end = [] if number % 3 == 0 else [self._tokenizer.eos_token_id]
             reason: Any = "stop" if end else "length"

@@ -22,7 +22,7 @@ from refiner_core.contract.records import from_json
 from refiner_core.contract.sections.training import RolloutServerConfig
 from refiner_core.data.prepared import load_demonstrations
 from refiner_core.judges import LexicalJudge
-from refiner_core.rejection.attempts import Attempt, load_attempts
+from refiner_core.rejection.attempts import RejectionAttempt, load_attempts
 from refiner_core.rejection.stage import sample_attempts
 from tests.support.command import Stage, refiner, start, wait_until
 from tests.support.stage_io import FolderStageIO
@@ -97,7 +97,7 @@ def test_attempts_from_servers_are_equal(tmp_path: Path, monkeypatch: pytest.Mon
     plain = recipe(grpo={"response_length": 6, "rollout_server": server})
     sampling = SampleConfig(attempts=2, generation_batch_size=8, top_k=1, generation_backend="vllm")
     config = replace(plain, sample=sampling)
-    made: dict[str, list[Attempt]] = {}
+    made: dict[str, list[RejectionAttempt]] = {}
     for name, generator in (("served", True), ("here", False)):
         (tmp_path / name).mkdir()
         with (

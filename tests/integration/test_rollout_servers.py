@@ -22,22 +22,22 @@ import psutil
 import pytest
 
 from infra.host.processes import free_port
-from infra.process import minder
+from infra.process import watchdog
 from infra.process.child import mark_of
-from infra.ranks.protocol import JOB_GPUS
+from infra.ranks.messages import JOB_GPUS
 from infra.rollouts.servers import (
     EXTENSION,
     MIDDLEWARE,
-    Place,
+    ServerResources,
     memory_folder,
     note_shared,
     open_vllm,
-    remove_leftovers,
+    remove_stale_files,
     rollout_environment,
     rollout_server_text,
     shared_memory,
 )
-from infra.services.process import Listening
+from infra.services.process import ListenAddress
 from infra.store.traces import read_metrics
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
@@ -276,7 +276,7 @@ def test_what_a_killed_trainer_left_is_removed_by_the_next_one(memory: Path) -> 
     with memory_folder(memory) as mine:
         assert not gone.exists()
         assert not segment.exists()
-        remove_leftovers(memory)
+        remove_stale_files(memory)
         assert mine.exists()
     assert list(memory.iterdir()) == [elsewhere], "another machine may still use it"
 
@@ -320,17 +320,17 @@ def test_what_another_user_has_planted_deletes_nothing() -> None:
             with memory_folder(parent) as own:
                 planted = folder_of_the_dead(parent, own, 0, made=False)
             run_as(STRANGER, plant, str(planted), [str(segment), str(mine)])
-            remove_leftovers(parent)
-            minder.remove(str(planted))
+            remove_stale_files(parent)
+            watchdog.remove(str(planted))
             assert (planted / "kept").exists(), "it is not ours to remove"
             assert segment.exists()
             to_planted = folder_of_the_dead(parent, own, 1, made=False)
             to_planted.symlink_to(planted)
-            minder.remove(str(to_planted))
+            watchdog.remove(str(to_planted))
             assert (planted / "kept").exists()
             ours = folder_of_the_dead(parent, own, 2)
             note_shared(ours, [mine, Path(f"/dev/shm/../..{mine}"), segment])
-            remove_leftovers(parent)
+            remove_stale_files(parent)
             assert not ours.exists()
             assert mine.exists(), "only shared memory goes with a folder"
             assert not segment.exists()
@@ -428,7 +428,7 @@ def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
 
 
 def test_the_command_of_a_server_has_all_that_decides_a_sample(tmp_path: Path) -> None:
-    cpu = rollout_server_text(config(), Listening("127.0.0.1", 8123), tmp_path / "w")
+    cpu = rollout_server_text(config(), ListenAddress("127.0.0.1", 8123), tmp_path / "w")
     assert "--no-enable-chunked-prefill --max-num-batched-tokens 4096 " in cpu
     settings = config(
         python="/opt/vllm/bin/python",
@@ -437,7 +437,7 @@ def test_the_command_of_a_server_has_all_that_decides_a_sample(tmp_path: Path) -
         args=("--gpu-memory-utilization 0.8", "--dtype half"),
         grpo={"vllm_tensor_parallel_size": 2, "resources": Resources(gpus=4)},
     )
-    text = rollout_server_text(settings, Listening("127.0.0.1", 8123), tmp_path / "w")
+    text = rollout_server_text(settings, ListenAddress("127.0.0.1", 8123), tmp_path / "w")
     lines = text.splitlines()
     assert lines[:2] == ["set -e", "module load cuda"]
     words = shlex.split(lines[2])
@@ -460,7 +460,7 @@ def test_a_server_sees_its_own_gpus_and_nothing_of_our_ranks(tmp_path: Path) -> 
         **{"RANK": "3", "WORLD_SIZE": "4", "DS_ACCELERATOR": "cpu", "HOME": "/home/me"},
         **{"CUDA_VISIBLE_DEVICES": "0", JOB_GPUS: "0,1", "PYTHONPATH": "/mine"},
     }
-    place = Place("1", tmp_path / "ext", tmp_path / "mark", key="secret")
+    place = ServerResources("1", tmp_path / "ext", tmp_path / "mark", key="secret")
     made = rollout_environment(place, given)
     assert {n: made[n] for n in ("CUDA_VISIBLE_DEVICES", "HOME", "VLLM_API_KEY")} == {
         "CUDA_VISIBLE_DEVICES": "1",

@@ -15,8 +15,8 @@ from flows.cli.main import main
 from flows.reporting.run import report_of_run, report_run
 from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
-from refiner_core.contract.records import Outcome
-from refiner_core.report.run.document import Row, RunReport, StageRow
+from refiner_core.contract.records import AttemptOutcome
+from refiner_core.report.run.run_report import Row, RunReport, StageRow
 from tests.support.recorded_run import RecordedRun
 
 MODELS = "evaluate.models=[base,sft,grpo]"
@@ -47,7 +47,7 @@ def finish(run: RecordedRun) -> None:
     run.data()
     run.train("sft")
     write_metrics(run, "sft", {"loss/train_avg": [4.0, 2.0, None, 1.0]})
-    run.fail("grpo", Outcome("preempted", "resume", "the node was taken away", step=3), 30.0)
+    run.fail("grpo", AttemptOutcome("preempted", "resume", "the node was taken away", step=3), 30.0)
     run.train("grpo", judge={"asked": 40, "calls": 25, "prompt_tokens": 900})
     write_metrics(run, "grpo", {"scores": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]})
     run.evaluate("evaluate-base", quality=0.0)
@@ -184,7 +184,7 @@ def test_reused_stages_name_their_run_and_cost_nothing(finished: RecordedRun) ->
 def test_losses_of_an_earlier_run_are_no_cost_of_a_later_one(tmp_path: Path) -> None:
     first = RecordedRun(tmp_path / "runs", "stages=[data,sft]")
     first.data()
-    first.fail("sft", Outcome("preempted", "resume", "taken away", step=2), 1000.0)
+    first.fail("sft", AttemptOutcome("preempted", "resume", "taken away", step=2), 1000.0)
     cost = report_of_run(first.run.run, first.workspace.root).cost
     assert cost["seconds"] >= 1000.0
     time.sleep(1.1)  # ids of runs, and times of records, are told apart by it
@@ -218,7 +218,7 @@ def test_a_reason_with_half_a_character_or_a_token_can_be_written(tmp_path: Path
     run = RecordedRun(tmp_path / "runs", "stages=[data,sft,grpo]")
     run.data()
     why = "half \ud83d of it, hf_abcdefgh12"
-    run.fail("sft", Outcome("bug", "stop", why, exit_code=1))
+    run.fail("sft", AttemptOutcome("bug", "stop", why, exit_code=1))
     written = report_run(run.run.run, run.workspace.root)
     for name in ("report.json", "report.md", "report.html"):
         text = (written.folder / name).read_text()
@@ -229,7 +229,7 @@ def test_a_reason_with_half_a_character_or_a_token_can_be_written(tmp_path: Path
 def test_a_failed_run_reports_the_cause_and_the_next_command(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs", "stages=[data,sft,grpo]")
     run.data()
-    run.fail("sft", Outcome("not_finite", "stop", "the loss is NaN", exit_code=5, step=2))
+    run.fail("sft", AttemptOutcome("not_finite", "stop", "the loss is NaN", exit_code=5, step=2))
     report = report_of_run(run.run.run, run.workspace.root)
     assert report.state == "failed"
     assert report.state_text == "sft failed: the loss is NaN."

@@ -1,6 +1,6 @@
 """Sweeps by command: launched, interrupted, amended, cancelled, and watched from another shell.
 
-Most trials train with another trainer's script (tests/support/foreign_trainer.py), which takes a
+Most trials train with another trainer's script (tests/support/external_trainer.py), which takes a
 second; one sweep trains for real.
 """
 
@@ -24,7 +24,7 @@ from tests.support.command import SMALL, Stage, kill_orchestrator, refiner, star
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.slurm_cluster import Cluster
 
-TRAINER = Path(__file__).parents[1] / "support" / "foreign_trainer.py"
+TRAINER = Path(__file__).parents[1] / "support" / "external_trainer.py"
 RUN = f"{sys.executable} {TRAINER} --out {{output}} --seed {{seed}} {{resume}} --steps 8"
 
 

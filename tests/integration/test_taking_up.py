@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flows.api import begin_run, begin_sweep, make_sweep_plan, resume_sweep, work_on, work_on_sweep
-from flows.running.showing import Launch
+from flows.running.foreground import LaunchOptions
 from flows.sweeping.launching import workspace_of
 from infra.host.processes import ProcessId
 from infra.orchestrator import waiting as room_keeping
@@ -23,7 +23,7 @@ from refiner_core.contract.errors import NoSpaceError
 from tests.support.quota import fill, small_tmpfs
 
 pytestmark = pytest.mark.quota
-TRAINER = Path(__file__).parents[1] / "support" / "foreign_trainer.py"
+TRAINER = Path(__file__).parents[1] / "support" / "external_trainer.py"
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def full_until_said(disk: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[
 def test_a_run_waits_for_space_at_its_start(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = f"workspace={disk / 'runs'}"
     plan, workspace, run = begin_run("script.yaml", [where])
-    launch = Launch(use_server=False, quiet=True, resumed=True)
+    launch = LaunchOptions(use_server=False, quiet=True, resumed=True)
     with full_until_said(disk, capsys):
         outcome = work_on(plan, workspace, run, launch)
     assert outcome.exit_code == 0, outcome
@@ -92,13 +92,13 @@ def test_a_sweep_waits_for_space_at_its_start(
     with full_until_said(disk, capsys) as said:
         record = begin_sweep(plan, [f"workspace={disk / 'runs'}"])
     assert "aiting for disk space" in "".join(said)
-    launch = Launch(use_server=False, quiet=True)
+    launch = LaunchOptions(use_server=False, quiet=True)
     with full_until_said(disk, capsys) as said:
         outcome = work_on_sweep(plan, workspace, record, launch)
     assert outcome.exit_code == 0, outcome
 
     # Cancelled since, and resumed by its name alone.
-    workspace.ask_cancel(sweep_call(record.name), str(ProcessId.of()))
+    workspace.request_cancel(sweep_call(record.name), str(ProcessId.of()))
     with full_until_said(disk, capsys) as said:
         assert resume_sweep(record.name, disk / "runs", launch=launch).exit_code == 0
     assert Workspace.read_only(disk / "runs").cancel_asked(sweep_call(record.name)) is None

@@ -17,7 +17,7 @@ import pytest
 
 from infra.store import provenance
 from infra.store.traces import read_metrics
-from infra.store.workspace import SHARED, Claim, Workspace
+from infra.store.workspace import SHARED, StageClaim, Workspace
 from refiner_core.contract.records import Attempt, StageRecord
 from tests.support.command import environment, wait_until
 from tests.support.faulty_disk import FaultyDisk
@@ -35,7 +35,7 @@ Start = Callable[..., subprocess.Popen[str]]
 def workspace(tmp_path: Path) -> Workspace:
     """Its one stage was submitted to Slurm as job 7."""
     workspace = Workspace.open(tmp_path / "ws", tmp_path / "data")
-    assert workspace.claim_attempt(STAGE, PLAN.config, {}, Claim(OWNER, "slurm"))
+    assert workspace.claim_attempt(STAGE, PLAN.config, {}, StageClaim(OWNER, "slurm"))
     job = {"job_id": "7", "executor": "slurm", "comment": "c"}
     workspace.layout.attempt(STAGE.id, 1).job.write_text(json.dumps(job))
     tell(workspace, steps=STEPS, step_s=0.05)
@@ -177,7 +177,7 @@ def test_a_colleague_resumes_from_anothers_checkpoint(monkeypatch: pytest.Monkey
     folder.chmod(0o2775)
     monkeypatch.setenv(SHARED, str(root))
     monkeypatch.setattr(provenance, "versions", dict)
-    for name in ("pyarrow.parquet", "infra.disk.keeper"):
+    for name in ("pyarrow.parquet", "infra.disk.manager"):
         importlib.import_module(name)  # other users may not read the interpreter's folder
 
     def live(after: int, fails_at: int) -> int | None:

@@ -27,7 +27,16 @@ NOT_IN_CORE = ("prefect", "submitit", "wandb", "huggingface_hub")
 #: Layers from the lowest up: each may use those before it.
 LAYERS: Mapping[str, Sequence[str]] = {
     "refiner_core": (
-        *("contract", "http", "words", "answers", "judges", "rubrics", "rewards", "generation"),
+        *(
+            "contract",
+            "http",
+            "formatting",
+            "answers",
+            "judges",
+            "rubrics",
+            "rewards",
+            "generation",
+        ),
         *("environments", "samples", "batches", "data", "models", "evaluation", "report", "cards"),
         *("nightly", "training", "rejection", "judge_report", "rescoring"),
     ),
@@ -36,16 +45,35 @@ LAYERS: Mapping[str, Sequence[str]] = {
         *("rollouts", "updates", "sft", "grpo"),
     ),
     "infra": (
-        *("host", "store", "jobs", "judgements", "publishing", "hub", "process", "foreign", "disk"),
+        *(
+            "host",
+            "store",
+            "jobs",
+            "judgements",
+            "publishing",
+            "hub",
+            "process",
+            "external",
+            "disk",
+        ),
         *("tracking", "profiles", "slurm", "prefect_server", "attempt", "orchestrator", "services"),
         *("ranks", "rollouts", "doctor"),
     ),
     "flows": (
-        *("recipes", "protocols", "checking", "stages", "ranks", "worker", "evaluations"),
+        *("former", "recipes", "protocols", "checking", "stages", "ranks", "worker", "evaluations"),
         *("artifacts", "running", "notifying", "stored", "tracking", "cards", "publishing"),
         *("adopting", "disk", "plans", "doctor", "rescoring"),
         *("judges", "sweeping", "why", "diffing", "proving", "certify"),
-        *("nightly", "reporting", "frames", "starting", "api", "flow_runs", "ensuring", "pipeline"),
+        *(
+            "nightly",
+            "reporting",
+            "frames",
+            "starting",
+            "api",
+            "flow_runs",
+            "ensure_task",
+            "pipeline",
+        ),
         *("sweep", "serving", "terminal_runs", "attach", "examples", "cli"),
     ),
 }

@@ -34,17 +34,18 @@ from tests.support.command import ROOT
 #: Area -> file -> names of its nearest test files, quickest first (``test_NAME.py``).
 NEAREST: dict[str, dict[str, str]] = {
     "stores": {
-        "infra/store/atomic.py": "workspace every_write failures disk_keeper folder_target",
-        "infra/store/checkpoints.py": "checkpoints async_saves damaged_checkpoints disk_keeper "
+        "infra/store/atomic.py": "workspace every_write failures disk_manager folder_target",
+        "infra/store/checkpoints.py": "checkpoints async_saves damaged_checkpoints disk_manager "
         "disk_copies publications",
         "infra/store/orchestrators.py": "serving",
         "infra/store/provenance.py": "workspace",
         "infra/store/stage_records.py": "checkpoints reconcile restart workspace",
     },
     "garbage collection": {
-        "infra/disk/keeper.py": "disk_keeper disk_copies",
-        "infra/disk/reaper.py": "disk_policy disk_keeper disk_copies damaged_checkpoints",
-        "infra/disk/inventory.py": "disk_policy disk_keeper disk_copies damaged_checkpoints",
+        "infra/disk/manager.py": "disk_manager disk_copies",
+        "infra/disk/garbage_collection.py": "disk_policy disk_manager disk_copies "
+        "damaged_checkpoints",
+        "infra/disk/inventory.py": "disk_policy disk_manager disk_copies damaged_checkpoints",
     },
     "hub": {
         "infra/hub/errors.py": "hub_errors",
@@ -133,7 +134,7 @@ EQUIVALENT: dict[str, set[str]] = {
         "return power_of(known, s, p, wanted, alpha) [>= -> >] POWER",
         "if wanted is not None and power is not None and power [< -> <=] POWER:",
     },
-    "infra/disk/keeper.py": {
+    "infra/disk/manager.py": {
         # The bytes of one parameter are far fewer than FLOOR_BYTES, which is asked for at least.
         "parameters = model_size(Path(name).expanduser(), name).parameters or [0 -> 1]",
         # Both are known or neither is.

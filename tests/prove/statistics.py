@@ -28,10 +28,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import binomtest, t
 
-from refiner_core.evaluation.power import Components, detectable_effect
+from refiner_core.evaluation.power import VarianceComponents, detectable_effect
 from refiner_core.evaluation.statistics import mean_spread, two_way_means
 from refiner_core.report.sweep.comparing import make_report
-from refiner_core.report.sweep.document import ArmNumber
+from refiner_core.report.sweep.sweep_report import ArmNumber
 from tests.support.made_evidence import made_from, prompt_names
 from tests.support.results import World
 
@@ -208,7 +208,7 @@ def family(repeats: int, of_seeds: float, arms: int = 6) -> Asked:
 def planted(repeats: int, seeds: int, of_seeds: float) -> Asked:
     """An effect of the size that is called detectable: how often is it found?"""
     world = World(seed=of_seeds)
-    parts = Components(2 * world.seed**2, 2 * world.interaction**2, 2 * world.residual**2)
+    parts = VarianceComponents(2 * world.seed**2, 2 * world.interaction**2, 2 * world.residual**2)
     effect = detectable_effect(parts, seeds, 100)
     rng = np.random.default_rng(13)
     found = 0

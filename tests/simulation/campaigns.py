@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flows.running.calls import Pinned
+from flows.running.calls import CodeSnapshot
 from flows.sweeping.admission import Admission, find_canary
-from flows.sweeping.budget import Budget, UseReader
-from infra.disk.keeper import DiskKeeper
+from flows.sweeping.budget import Budget, UsageReader
+from infra.disk.manager import DiskManager
 from infra.jobs.dispatch import Router
-from infra.orchestrator.members import Member, Source
+from infra.orchestrator.members import Member, MemberSource
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import take_up
@@ -131,8 +131,10 @@ def _of_trial(stage: PlannedStage, seed: int) -> PlannedStage:
 class Schedule:
     """Everything of one seed."""
 
-    def __init__(self, seed: int, root: Path, say: Callable[[str], None] | None = None) -> None:
-        self.world = world = World(seed, say)
+    def __init__(
+        self, seed: int, root: Path, print_line: Callable[[str], None] | None = None
+    ) -> None:
+        self.world = world = World(seed, print_line)
         self.weather = draw_weather(world.random)
         self.plan = whole_plan()
         self.form = world.random.choice(FORMS)
@@ -257,7 +259,7 @@ class Schedule:
                 workspace,
                 Router({"slurm": slurm}, lambda _: "slurm"),
                 self.plan.config,
-                keeper=DiskKeeper(
+                disk_manager=DiskManager(
                     workspace, self.plan.config.disk, clock=lambda: world.now, sleep=world.sleep
                 ),
                 clock=lambda: world.now,
@@ -282,7 +284,7 @@ class Schedule:
         states = ", ".join(f"{n} {v.state}" for n, v in campaign.views().items())
         world.tell(f"ends: {states}")
 
-    def _source(self, workspace: Workspace) -> Source:
+    def _source(self, workspace: Workspace) -> MemberSource:
         """What the command is called on."""
 
         def clock() -> float:
@@ -293,7 +295,7 @@ class Schedule:
         plans = {"": self.plan}
         if self.form == "night":
             plans = {f"seed{seed}": plan for seed, plan in trial_plans().items()}
-        return Source(
+        return MemberSource(
             [
                 Member(plan, run_record(workspace, plan), workspace, name, clock)
                 for name, plan in plans.items()
@@ -309,8 +311,8 @@ class Schedule:
             plan=plan,
             workspace=workspace,
             take_over=alone,
-            pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
-            budget=Budget(plan.sweep.limits, UseReader(workspace)),
+            pin=lambda _: CodeSnapshot("", ("refiner", "sweep"), {"code": ""}),
+            budget=Budget(plan.sweep.limits, UsageReader(workspace)),
             canary=find_canary(plan, workspace),
             forecast=nothing,
             corrected=lambda _: nothing,
@@ -345,7 +347,7 @@ class Schedule:
         self.world.at(rng.expovariate(1 / 1000.0), change)
 
 
-def run_schedule(seed: int, say: Callable[[str], None] | None = None) -> Summary:
+def run_schedule(seed: int, print_line: Callable[[str], None] | None = None) -> Summary:
     """Run one schedule.
 
     Raises
@@ -355,7 +357,7 @@ def run_schedule(seed: int, say: Callable[[str], None] | None = None) -> Summary
     """
     with _scratch() as root:
         try:
-            return Schedule(seed, root, say).run()
+            return Schedule(seed, root, print_line).run()
         except Exception as error:
             raise Violation(
                 f"seed {seed}: {type(error).__name__}: {error}\n"

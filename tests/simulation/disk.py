@@ -12,7 +12,7 @@ import errno
 import os
 from pathlib import Path
 
-from infra.disk.probe import Room
+from infra.disk.probe import FreeSpace
 from infra.store.atomic import PROBE_BYTES
 from infra.store.layout import Layout
 from tests.simulation.world import World
@@ -49,9 +49,9 @@ class SimDisk:
         """Bytes that still fit."""
         return max(0, self.limit - self.used())
 
-    def look(self) -> Room:
+    def look(self) -> FreeSpace:
         """What a quota tool prints: see :class:`infra.disk.probe.Prober`."""
-        return Room(self.free(), self.used(), self.limit, source="simulated", knows_quota=True)
+        return FreeSpace(self.free(), self.used(), self.limit, source="simulated", knows_quota=True)
 
     def has_room(self, folder: Path, size: int = PROBE_BYTES) -> bool:
         """Whether a probe write goes through: see :func:`infra.store.atomic.has_room`."""

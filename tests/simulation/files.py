@@ -30,8 +30,8 @@ import infra.store.atomic
 import infra.store.workspace
 from infra.attempt import attempt as room
 from infra.attempt import stage_io as heartbeat
-from infra.disk import keeper, usage
-from infra.disk.keeper import DiskKeeper
+from infra.disk import manager, usage
+from infra.disk.manager import DiskManager
 from infra.host import processes
 from infra.host.processes import ProcessId
 from infra.jobs import signals
@@ -66,7 +66,7 @@ def simulated_machine(
         _file_operations(put, world, disk, watcher)
         _processes(put, world)
         _jobs(put, world, scheduler)
-        _room(put, world, disk)
+        _space(put, world, disk)
         put(secrets, "token_hex", token)
         put(PurePath, "__truediv__", functools.cache(PurePath.__truediv__))
         put(infra.attempt.attempt, "Heartbeat", functools.partial(_Heartbeat, world))
@@ -183,21 +183,21 @@ def _jobs(put: Put, world: World, scheduler: Cluster) -> None:
     put(signals.subprocess, "run", run)
 
 
-def _room(put: Put, world: World, disk: SimDisk) -> None:
+def _space(put: Put, world: World, disk: SimDisk) -> None:
     for module in (infra.store.atomic, probing, infra.store.workspace):
         put(module, "has_room", disk.has_room)
 
     def refusal(folder: Path, size: int) -> int | None:
         return None if disk.has_room(folder, size) else errno.EDQUOT
 
-    put(keeper, "refusal", refusal)
+    put(manager, "refusal", refusal)
     put(room, "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep))
-    put(keeper, "Prober", lambda *_, **__: disk)
-    put(keeper, "sync_file_system", lambda _folder: None)
-    put(keeper, "random", SimpleNamespace(Random=lambda: world.random))
-    put(usage, "_size", lambda status, _seen: usage.Size(status.st_size, 1, status.st_size))
-    simulated = functools.partial(DiskKeeper, clock=lambda: world.now, sleep=world.sleep)
-    put(keeper, "DiskKeeper", simulated)
+    put(manager, "Prober", lambda *_, **__: disk)
+    put(manager, "sync_file_system", lambda _folder: None)
+    put(manager, "random", SimpleNamespace(Random=lambda: world.random))
+    put(usage, "_size", lambda status, _seen: usage.DiskSize(status.st_size, 1, status.st_size))
+    simulated = functools.partial(DiskManager, clock=lambda: world.now, sleep=world.sleep)
+    put(manager, "DiskKeeper", simulated)
 
 
 class _Heartbeat(heartbeat.Heartbeat):

@@ -17,7 +17,7 @@ from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import AttemptIO
 from infra.orchestrator.observe import Observer
 from infra.store import atomic
-from infra.store.checkpoints import CheckpointStore, Holds
+from infra.store.checkpoints import CheckpointStore, RetainedCheckpoints
 from infra.store.workspace import Workspace
 from tests.simulation.campaigns import run_schedule
 from tests.simulation.slurm import SimSlurm
@@ -44,7 +44,10 @@ def _run_the_old_attempt_again() -> Iterable[Patch]:
 def _unknown_is_dead() -> Iterable[Patch]:
     def look(self: SimSlurm, attempts: Any) -> Any:
         seen = real(self, attempts)
-        return {r: replace(s, sight="dead") if s.sight == "unknown" else s for r, s in seen.items()}
+        return {
+            r: replace(s, job_status="dead") if s.job_status == "unknown" else s
+            for r, s in seen.items()
+        }
 
     real = SimSlurm.look
     yield SimSlurm, "look", look
@@ -52,12 +55,12 @@ def _unknown_is_dead() -> Iterable[Patch]:
 
 def _pending_is_hung() -> Iterable[Patch]:
     yield Observer, "_forget", lambda self, ref: None
-    real = Observer._sight
+    real = Observer._status_of
 
-    def sight(self: Observer, attempt: Any, job: Any) -> Any:
-        return real(self, attempt, replace(job, running=True) if job.sight == "live" else job)
+    def job_status(self: Observer, attempt: Any, job: Any) -> Any:
+        return real(self, attempt, replace(job, running=True) if job.job_status == "live" else job)
 
-    yield Observer, "_sight", sight
+    yield Observer, "_status_of", job_status
 
 
 def _retain_before_commit() -> Iterable[Patch]:
@@ -94,7 +97,7 @@ def _numbers_are_skipped() -> Iterable[Patch]:
 
 
 def _nothing_is_held() -> Iterable[Patch]:
-    yield Holds, "keep", lambda self, done: None
+    yield RetainedCheckpoints, "keep", lambda self, done: None
 
 
 class Mutation(NamedTuple):

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from infra.jobs.dispatcher import AttemptRef, JobRequest, JobStatus, OpenAttempt
 from infra.jobs.failures import outcome_of
-from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import LaunchError
@@ -289,7 +289,7 @@ class Cluster:
 
 
 class SimSlurm:
-    """One orchestrator's dispatcher; see :class:`~infra.jobs.protocol.Dispatcher` for the
+    """One orchestrator's dispatcher; see :class:`~infra.jobs.dispatcher.Dispatcher` for the
     methods."""
 
     executor = "slurm"
@@ -326,37 +326,37 @@ class SimSlurm:
         path = self.workspace.layout.attempt(*ref).job
         atomic.write_json(path, {"job_id": job.id, "comment": comment})
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """What one query says of them all."""
         world = self.cluster.world
         world.point("squeue")
         if self.cluster.down:
-            return {a.ref: JobSight("unknown") for a in attempts}
-        seen = {a.ref: self._look_at(a) for a in attempts}
+            return {a.ref: JobStatus("unknown") for a in attempts}
+        seen = {a.ref: self._query(a) for a in attempts}
         world.point("after squeue")  # what it said may be old by the time it is used
         return seen
 
-    def _look_at(self, attempt: OpenAttempt) -> JobSight:
+    def _query(self, attempt: OpenAttempt) -> JobStatus:
         cluster, ref = self.cluster, attempt.ref
         job = cluster.jobs.get(attempt.attempt.comment)
         if job is None:  # not there yet, or never
             since = self._missed.setdefault(ref, cluster.world.now)
             patient = cluster.world.now - since <= cluster.weather.accounting_lag_s + 60.0
-            return JobSight("unknown") if patient else JobSight("dead", running=False)
+            return JobStatus("unknown") if patient else JobStatus("dead", running=False)
         if attempt.attempt.job_id is None:
             with contextlib.suppress(OSError):
                 self._note(ref, job, attempt.attempt.comment)
         if not job.over:
             running = job.state == "RUNNING"
-            return JobSight("live", running, False, job.state, job.reason, job.held, node=job.node)
+            return JobStatus("live", running, False, job.state, job.reason, job.held, node=job.node)
         if not cluster.visible_end(job):
-            return JobSight("unknown")
+            return JobStatus("unknown")
         failure = _CLASSES.get(job.state)
         end = None if failure is None else outcome_of(failure, f"Slurm: {job.state}")
         if job.id in self._ended_by_us and end is not None:
             end = outcome_of("killed", "refiner has ended the job")
         facts = {"state": job.state, "node": job.node}
-        return JobSight("dead", False, state=job.state, end=end, facts=facts, node=job.node)
+        return JobStatus("dead", False, state=job.state, end=end, facts=facts, node=job.node)
 
     def stop(self, attempt: OpenAttempt) -> bool:
         """SIGTERM to the worker."""

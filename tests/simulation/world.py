@@ -76,12 +76,12 @@ class World:
     ----------
     seed
         Decides everything.
-    say
+    print_line
         Takes the trace, a line at a time; None to keep none.
     """
 
-    def __init__(self, seed: int, say: Callable[[str], None] | None = None) -> None:
-        self.seed, self.random, self._say = seed, random.Random(seed), say
+    def __init__(self, seed: int, print_line: Callable[[str], None] | None = None) -> None:
+        self.seed, self.random, self._print_line = seed, random.Random(seed), print_line
         self.now = 0.0
         self.stalls = Stalls()
         self.current: Process | None = None
@@ -99,9 +99,9 @@ class World:
 
     def tell(self, text: str) -> None:
         """One line of the trace."""
-        if self._say is not None:
+        if self._print_line is not None:
             who = self.current.name if self.current else "-"
-            self._say(f"{self.now:10.1f}  {who:<16} {text}")
+            self._print_line(f"{self.now:10.1f}  {who:<16} {text}")
 
     def chance(self, probability: float) -> bool:
         """Whether something comes to pass."""

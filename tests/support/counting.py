@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from refiner_core.contract.types import Completion, TurnDesk, TurnRequest
+from refiner_core.contract.types import Completion, TurnRequest, TurnScheduler
 from refiner_core.environments.protocol import (
     Check,
     InfrastructureError,
@@ -162,7 +162,7 @@ class Scripted:
     steps: Callable[[int, int], int] = lambda conversation, attempt: 1
     log: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def turns(self, desk: TurnDesk) -> None:
+    def turns(self, desk: TurnScheduler) -> None:
         attempts: dict[int, int] = {}
         running: dict[int, tuple[int, TurnRequest]] = {}
         known: set[int] = set()

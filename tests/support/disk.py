@@ -8,8 +8,8 @@ import os
 import struct
 from pathlib import Path
 
-from infra.disk.keeper import DiskKeeper
-from infra.disk.reaper import Rank
+from infra.disk.garbage_collection import ReclaimOrder
+from infra.disk.manager import DiskManager
 from infra.publishing import FolderTarget, report_of
 from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace
@@ -78,7 +78,9 @@ def published(workspace: Workspace, tmp_path: Path, plan: Plan, **more: bytes) -
 
 def weights_go(workspace: Workspace) -> bool:
     """Whether a reclaim would delete weights now."""
-    return any(c.rank is Rank.WEIGHTS for c in DiskKeeper(workspace, DiskConfig()).candidates())
+    return any(
+        c.rank is ReclaimOrder.WEIGHTS for c in DiskManager(workspace, DiskConfig()).candidates()
+    )
 
 
 def foreign_checkpoint(work: Path, step: int, mib: int = 3, *, saved: bool = True) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 
 from infra.ranks.agent import die_with_parent, ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
-from infra.ranks.protocol import ORDER, tell_error
+from infra.ranks.messages import ORDER, tell_error
 from refiner_core.contract.errors import ConfigurationError, Interrupted
 from refiner_core.contract.types import Progress
 

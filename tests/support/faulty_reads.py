@@ -80,7 +80,7 @@ class FaultyReads:
         finally:
             self._sound.now = False
 
-    def mend(self) -> None:
+    def fix(self) -> None:
         """Nothing fails any more."""
         self._mended = True
 

@@ -15,8 +15,13 @@ import numpy as np
 
 from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import ArmRecord, SweepRecord, TrialRecord
-from refiner_core.report.sweep.document import Row, TrialState
-from refiner_core.report.sweep.evidence import Evidence, Measured, PromptMeans, TrialEvidence
+from refiner_core.report.sweep.evidence import (
+    MeasuredDecoding,
+    PromptMeans,
+    SweepEvidence,
+    TrialEvidence,
+)
+from refiner_core.report.sweep.sweep_report import Row, TrialState
 
 #: A protocol as results spell it out.
 PROTOCOL: dict[str, Any] = {
@@ -59,7 +64,7 @@ class MadeSweep:
         self.levels = levels or {}
         self.states: dict[tuple[str, int], tuple[TrialState, str]] = {}
         self.protocols: dict[str, Mapping[str, Any]] = {}
-        self.evaluations: dict[str, tuple[Measured, ...]] = {}
+        self.evaluations: dict[str, tuple[MeasuredDecoding, ...]] = {}
         self.of_trial: dict[tuple[str, int], list[str]] = {}
 
     def add(
@@ -87,7 +92,7 @@ class MadeSweep:
         self.protocols |= dict(zip(fingerprints, (plain, rewarded), strict=True))
         name = f"evaluate-{model}" + (f"@{protocol_file}" if protocol_file else "")
         stage = stage or f"{name}-{arm}-{seed}"
-        measured = Measured(
+        measured = MeasuredDecoding(
             stage=stage,
             model=model,
             protocol_file=protocol_file,
@@ -107,10 +112,10 @@ class MadeSweep:
         """A trial that came to nothing."""
         self.states[arm, seed] = ("failed", reason)
 
-    def evidence(self, stored: Any = None) -> Evidence:
+    def evidence(self, stored: Any = None) -> SweepEvidence:
         """All of it."""
         trials = [(arm, seed) for seed in self.seeds for arm in self.arms]
-        return Evidence(
+        return SweepEvidence(
             sweep=self._record(trials),
             made_at="2026-11-21T00:00:00.000+00:00",
             state="finished",

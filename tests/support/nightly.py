@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from flows.nightly.checkpoints import evaluations_in, night_plan, resolve
-from flows.nightly.history import Reading, read_history
+from flows.nightly.history import HistoryView, read_history
 from flows.nightly.night import NightOutcome, load_nightly, run_night
 from infra.attempt.attempt import AttemptRun
 from infra.store.nightly_records import NightlyRecords
-from infra.store.stage_records import Claim
+from infra.store.stage_records import StageClaim
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan
@@ -28,7 +28,7 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.types import PromptRow
 from refiner_core.evaluation.metrics import METRICS
 from refiner_core.evaluation.protocol import make_protocol
-from refiner_core.evaluation.results import Measured, write_results
+from refiner_core.evaluation.results import MeasuredRows, write_results
 from tests.support.recorded_run import OWNER, write_model
 
 PROMPTS = 24
@@ -115,7 +115,7 @@ class NightLab:
         self.measure("model", night, model, **more)
         return self.night(night)
 
-    def reading(self) -> Reading:
+    def reading(self) -> HistoryView:
         return read_history(self.nightly, self.workspace)
 
     # ------------------------------------------------------------ parts
@@ -123,7 +123,7 @@ class NightLab:
     def _do(self, plan: Plan, stage: PlannedStage, night: str, quality: float, served: str) -> None:
         inputs = {role: plan.by_name[n].id for role, n in stage.inputs.items()}
         claimed = self.workspace.claim_attempt(
-            stage, plan.config_of(stage), inputs, Claim(OWNER, "local", 0)
+            stage, plan.config_of(stage), inputs, StageClaim(OWNER, "local", 0)
         )
         with AttemptRun(self.workspace, stage.id, claimed.number, own_log=False) as run:
             if stage in evaluations_in(plan):
@@ -139,7 +139,7 @@ def _results(
     prompts = [PromptRow(f"row-{i}", "q", "q", (1,), ()) for i in range(PROMPTS)]
     protocol = make_protocol(config, prompts, "greedy", "0" * 64)
     rows = [_row(i, quality, night + stage.id) for i in range(PROMPTS)]
-    measured = [Measured(protocol, rows)]
+    measured = [MeasuredRows(protocol, rows)]
     found = write_results(output, config, ("base", "ref"), measured, ("random_copier", rows))
     found["judge_usage"] = {"served": {served: PROMPTS}}
     return found

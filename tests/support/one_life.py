@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from infra.attempt.attempt import AttemptRun
-from infra.disk import keeper
+from infra.disk import manager
 from infra.host import files
 from infra.jobs.signals import attempt_to_run, job_of
 from infra.store import provenance
 from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
-from infra.store.workspace import Claim, Workspace
+from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import Outcome
+from refiner_core.contract.records import AttemptOutcome
 from tests.support.fake_worker import work
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.plans import OWNER, small_plan
@@ -39,7 +39,7 @@ STAGE: PlannedStage = PLAN.by_name["data"]
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No pauses, no list of distributions, small probes, no log lines; signals restored."""
     monkeypatch.setattr(provenance, "versions", dict)
-    monkeypatch.setattr(keeper, "FLOOR_BYTES", 4096)
+    monkeypatch.setattr(manager, "FLOOR_BYTES", 4096)
     monkeypatch.setattr(files, "_PAUSES_S", (0.0, 0.0, 0.0))
     logging.disable(logging.CRITICAL)
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
@@ -60,7 +60,7 @@ def one_life(
         It ended before the worker had anything to say.
     """
     workspace = Workspace.open(root)
-    claim = Claim(OWNER, "local", after)
+    claim = StageClaim(OWNER, "local", after)
     inputs = {role: PLAN.by_name[name].id for role, name in stage.inputs.items()}
     attempt = workspace.claim_attempt(stage, PLAN.config, inputs, claim)
     if attempt is None:
@@ -114,7 +114,9 @@ def go_on(root: Path, stage: PlannedStage = STAGE) -> None:
         attempts = record.attempts if record is not None else ()
         if attempts and attempts[-1].outcome is None:
             workspace.void_attempt(stage.id, attempts[-1].number)
-            workspace.close_attempt(stage.id, attempts[-1].number, Outcome("killed", "resume"))
+            workspace.close_attempt(
+                stage.id, attempts[-1].number, AttemptOutcome("killed", "resume")
+            )
         before = store(workspace, stage).latest()
         assert one_life(root, len(attempts), stage) == 0
         newest = workspace.read_attempt(stage.id, len(attempts) + 1)

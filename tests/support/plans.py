@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from infra.jobs.dispatch import LocalDispatcher, Router
-from infra.jobs.protocol import WorkerCommand
-from infra.orchestrator.members import Member, Source
+from infra.jobs.dispatcher import WorkerCommand
+from infra.orchestrator.members import Member, MemberSource
 from infra.orchestrator.orchestrator import Orchestrator
-from infra.store.workspace import Claim, Workspace
+from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.config import (
     DiskConfig,
     DispatchConfig,
@@ -47,7 +47,7 @@ def claim(workspace: Workspace, plan: Plan, name: str, after: int = 0) -> Planne
     """Claim the next attempt at a stage, as an orchestrator on another host."""
     stage = plan.by_name[name]
     inputs = {role: plan.by_name[n].id for role, n in stage.inputs.items()}
-    attempt = workspace.claim_attempt(stage, plan.config, inputs, Claim(OWNER, "local", after))
+    attempt = workspace.claim_attempt(stage, plan.config, inputs, StageClaim(OWNER, "local", after))
     assert attempt is not None
     return stage
 
@@ -77,6 +77,6 @@ def orchestrator_on(
     plan: Plan, workspace: Workspace, router: Router, *, run: RunRecord, **more: Any
 ) -> Orchestrator:
     """What works on a single run."""
-    source = Source([Member(plan, run, workspace)])
-    more.setdefault("keeper", ProbingKeeper(workspace))
+    source = MemberSource([Member(plan, run, workspace)])
+    more.setdefault("disk_manager", ProbingKeeper(workspace))
     return Orchestrator(source, workspace, router, plan.config, **more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infra.jobs.protocol import AttemptRef
+from infra.jobs.dispatcher import AttemptRef
 from infra.orchestrator.waiting import SMALL_BYTES
 from infra.store.atomic import has_room
 from infra.store.workspace import Workspace
@@ -27,7 +27,7 @@ class ProbingKeeper:
         """A small file's worth."""
         return SMALL_BYTES
 
-    def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Nothing | None:
+    def free_space(self, need_bytes: int, ref: AttemptRef | None = None) -> Nothing | None:
         """Tell whether ``need_bytes`` can be written, by writing them."""
         layout = self._workspace.layout
         fits = has_room(layout.control, SMALL_BYTES) and has_room(layout.data, need_bytes)

@@ -20,7 +20,7 @@ import psutil
 
 from flows.running.background import attach
 from infra.host.processes import ProcessId
-from infra.orchestrator.members import Diary, stage_event
+from infra.orchestrator.members import EventLog, stage_event
 from infra.store import atomic
 from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
@@ -107,16 +107,16 @@ def main(root: str, run: str) -> None:
     """Do as standard input says."""
     room = Workspace.open(root)
     take_up(room, run)
-    diary = Diary(room, run)
-    diary.note({"event": "begin", "process": str(ProcessId.of())})
-    diary.write_orchestrator("running", None)
+    event_log = EventLog(room, run)
+    event_log.note({"event": "begin", "process": str(ProcessId.of())})
+    event_log.write_orchestrator("running", None)
     attach(room, run, _Console(), sys.stdout)
     for line in sys.stdin:
         event = json.loads(line)
         if "end" in event:
-            diary.write_orchestrator("ended", event["end"])
+            event_log.write_orchestrator("ended", event["end"])
             return
-        diary.note(event)
+        event_log.note(event)
 
 
 if __name__ == "__main__":

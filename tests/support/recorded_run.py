@@ -20,19 +20,19 @@ from flows.running.calls import make_recipe_plan
 from flows.stages.work import run_stage
 from flows.worker import work_of
 from infra.attempt.attempt import AttemptRun
-from infra.store.stage_records import Claim
+from infra.store.stage_records import StageClaim
 from infra.store.traces import encode_rollouts
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import RECORD_VERSION, Outcome, RunRecord, to_json
+from refiner_core.contract.records import RECORD_VERSION, AttemptOutcome, RunRecord, to_json
 from refiner_core.contract.types import PromptRow
-from refiner_core.data.copier import random_copier
 from refiner_core.data.prepared import write_prompts
+from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.evaluation.metrics import sample_row
 from refiner_core.evaluation.protocol import Decoding, make_protocol
-from refiner_core.evaluation.results import Measured, write_results
+from refiner_core.evaluation.results import MeasuredRows, write_results
 from refiner_core.judges import build_judge
 from refiner_core.models import tiny_model_dir
 from refiner_core.rewards import RewardInput, compute_rewards
@@ -177,7 +177,7 @@ class RecordedRun:
         stage = self.stage(name)
         numbers = self.workspace.layout.stage(stage.id).attempt_numbers()
         inputs = {role: self.plan.by_name[n].id for role, n in stage.inputs.items()}
-        claim = Claim(OWNER, "local", max(numbers, default=0))
+        claim = StageClaim(OWNER, "local", max(numbers, default=0))
         attempt = self.workspace.claim_attempt(stage, self.plan.config_of(stage), inputs, claim)
         return attempt.number
 
@@ -187,7 +187,7 @@ class RecordedRun:
         with AttemptRun(self.workspace, self.stage(name).id, number, own_log=False):
             return number
 
-    def fail(self, name: str, outcome: Outcome, seconds: float = 30.0) -> int:
+    def fail(self, name: str, outcome: AttemptOutcome, seconds: float = 30.0) -> int:
         """An attempt that came to nothing."""
         number = self.begin(name)
         self.workspace.close_attempt(self.stage(name).id, number, outcome, seconds)
@@ -223,10 +223,10 @@ class RecordedRun:
         decoding: Decoding,
         quality: float,
         file: str = "",
-    ) -> Measured:
+    ) -> MeasuredRows:
         digest = self.stage("data").fingerprint
         protocol = make_protocol(config, prompts, decoding, digest, file)
-        return Measured(protocol, _answers(config, prompts, quality))
+        return MeasuredRows(protocol, _answers(config, prompts, quality))
 
     def _rollouts(self, step: int) -> list[dict[str, Any]]:
         rows = []
@@ -286,7 +286,9 @@ def _answers(
     for number, prompt in enumerate(prompts):
         silent = number >= round(quality * len(prompts))
         text = (
-            "I do not know." if silent else random_copier(prompt.prompt_text, random.Random(number))
+            "I do not know."
+            if silent
+            else random_baseline_answers(prompt.prompt_text, random.Random(number))
         )
         items.append(RewardInput(prompt, text, stopped=True))
     results = compute_rewards(items, config.reward, build_judge(config.judge))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from refiner_core.report.run.document import (
+from refiner_core.report.run.run_report import (
     NO_COST,
     NO_DISK,
     RUN_REPORT_VERSION,

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt, WorkerCommand
+from infra.jobs.dispatcher import AttemptRef, JobRequest, JobStatus, OpenAttempt, WorkerCommand
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import RealSlurm
-from infra.store.workspace import Claim, Workspace
+from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.config import Resources
 from refiner_core.contract.plan import make_plan
 from tests.support.plans import OWNER, SOURCES, small_config
@@ -61,7 +61,7 @@ class Campaign:
         stage = plan.by_name["data"]
         before = self.workspace.layout.stage(stage.id).attempt_numbers()
         attempt = self.workspace.claim_attempt(
-            stage, plan.config, {}, Claim(OWNER, "slurm", max(before, default=0))
+            stage, plan.config, {}, StageClaim(OWNER, "slurm", max(before, default=0))
         )
         self.refs.append(AttemptRef(stage.id, attempt.number))
         given = JobRequest(stage.id, attempt.number, attempt.comment, SMALL, kind="data")
@@ -86,33 +86,33 @@ class Campaign:
         paths = self.workspace.layout.attempt(*request.ref)
         return OpenAttempt(request.ref, attempt, self.workspace.read_control(paths.started))
 
-    def look(self, *requests: JobRequest) -> dict[AttemptRef, JobSight]:
+    def look(self, *requests: JobRequest) -> dict[AttemptRef, JobStatus]:
         """One look."""
         return self.dispatcher.look([self.open(r) for r in requests])
 
-    def sight(self, request: JobRequest) -> JobSight:
+    def job_status(self, request: JobRequest) -> JobStatus:
         """One job now."""
         return self.look(request)[request.ref]
 
     def wait(
-        self, request: JobRequest, there: Callable[[JobSight], bool], timeout_s: float = 30
-    ) -> JobSight:
+        self, request: JobRequest, there: Callable[[JobStatus], bool], timeout_s: float = 30
+    ) -> JobStatus:
         """Look until ``there`` says so."""
         deadline = time.monotonic() + timeout_s
-        while not there(sight := self.sight(request)):
-            assert time.monotonic() < deadline, f"still {sight}; it said {self.said(request)}"
+        while not there(job_status := self.job_status(request)):
+            assert time.monotonic() < deadline, f"still {job_status}; it said {self.said(request)}"
             time.sleep(0.05)
-        return sight
+        return job_status
 
-    def wait_dead(self, request: JobRequest, timeout_s: float = 30) -> JobSight:
+    def wait_dead(self, request: JobRequest, timeout_s: float = 30) -> JobStatus:
         """Look until it is over."""
-        return self.wait(request, lambda s: s.sight == "dead", timeout_s)
+        return self.wait(request, lambda s: s.job_status == "dead", timeout_s)
 
     def wait_begun(self, request: JobRequest, times: int = 1) -> None:
         """Wait until its process has begun (so often)."""
         deadline = time.monotonic() + 40
         while sum(line.startswith("begin") for line in self.said(request)) < times:
-            assert time.monotonic() < deadline, self.sight(request)
+            assert time.monotonic() < deadline, self.job_status(request)
             time.sleep(0.05)
 
     def said(self, request: JobRequest) -> list[str]:

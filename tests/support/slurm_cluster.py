@@ -332,9 +332,9 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
         for process in ours:
-            if not process.wait_gone(timeout_s):
+            if not process.wait_ended(timeout_s):
                 os.kill(process.pid, signal.SIGKILL)
-                process.wait_gone(5)
+                process.wait_ended(5)
         for name in names:
             self.processes.pop(name, None)
         self.save()

@@ -32,25 +32,25 @@ def main() -> int:
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append("TERM"))
 
-    def say(what: str) -> None:
+    def print_line(what: str) -> None:
         with (folder / "said.txt").open("a") as file:
             print(time.monotonic(), what, file=file)
 
     started = {"process": "x:1:1.0", "node": os.environ.get("SLURMD_NODENAME", "")}
     (folder / "started.json").write_text(json.dumps(started))
     settings = ("SLURM_RESTART_COUNT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "HF_TOKEN")
-    say("begin " + json.dumps({k: os.environ.get(k) for k in settings}))
-    say(f"infra {infra.__file__}")
+    print_line("begin " + json.dumps({k: os.environ.get(k) for k in settings}))
+    print_line(f"infra {infra.__file__}")
     taken = bytearray(int(told.get("take_mb", 0)) << 20)
     until = time.monotonic() + float(told.get("work_s", 0))
     while time.monotonic() < until:
         time.sleep(0.02)
         if asked and told.get("save_s") is not None:
-            say("asked")
+            print_line("asked")
             time.sleep(float(told["save_s"]))
-            say("saved")
+            print_line("saved")
             return 6
-    say(f"end {len(taken)}")
+    print_line(f"end {len(taken)}")
     return int(told.get("exit_code", 0))
 
 

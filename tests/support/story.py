@@ -98,7 +98,7 @@ class Scene:
         self.orchestrators += 1
         self.process = start("run", self.recipe, *self.arguments, "--no-server")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Note what happens."""
         self.happened.append(text)
         print(f"      {text}", flush=True)
@@ -261,7 +261,7 @@ def tell(
                 for fault in sorted(faults, key=lambda f: f.step):
                     _until(scene, fault.step, limit_s)
                     at = time.monotonic() - began
-                    scene.say(f"{at:6.1f} s, step {scene.stage.step}: {fault.do(scene)}")
+                    scene.print_line(f"{at:6.1f} s, step {scene.stage.step}: {fault.do(scene)}")
                 _until_over(scene, limit_s - (time.monotonic() - began))
         finally:
             if scene.process is not None and scene.process.poll() is None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from refiner_core.report.sweep.document import (
+from refiner_core.report.sweep.sweep_report import (
     REPORT_VERSION,
     ArmNumber,
     Comparison,
-    Key,
+    NumberKey,
     Row,
     SweepReport,
     Verdict,
@@ -294,7 +294,9 @@ class _Made:
         for protocol, name, judge in ((HELD_OUT, "held-out", "gpt-oss-120b"), (OWN, "own", "qwen")):
             for decoding in ("sampled", "greedy"):
                 for metric in ("oracle", "rubric_score", "citation_f1", "length_tokens"):
-                    key = Key("grpo", protocol, name, decoding, metric, f"{judge} + persistent-v2")
+                    key = NumberKey(
+                        "grpo", protocol, name, decoding, metric, f"{judge} + persistent-v2"
+                    )
                     first = not found
                     direction = None if metric == "length_tokens" else True
                     numbers = self.numbers(400.0 if direction is None else 1.0, metric, name)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flows.running.calls import Pinned
-from flows.running.showing import Launch
+from flows.running.calls import CodeSnapshot
+from flows.running.foreground import LaunchOptions
 from flows.sweeping.admission import Admission, find_canary
-from flows.sweeping.budget import Budget, UseReader
+from flows.sweeping.budget import Budget, UsageReader
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
+from infra.jobs.dispatcher import AttemptRef, JobRequest, JobStatus, OpenAttempt
 from infra.jobs.failures import outcome_of
-from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.store import atomic
 from infra.store.checkpoints import MARKER, step_name
@@ -27,7 +27,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import StageResult
-from sweeps.forecast import Passed, SweepForecast
+from sweeps.forecast import ExceededLimit, SweepForecast
 from sweeps.planning import plan_sweep
 from sweeps.values import Limits, SweepFile, SweepPlan
 from tests.support.plans import SOURCES, small_config
@@ -93,7 +93,7 @@ class Jobs:
         self.most = max(self.most, len(self._live))
         return {}
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """Each does one thing."""
         return {a.ref: self._play(a.ref) for a in attempts}
 
@@ -120,10 +120,10 @@ class Jobs:
             if s.id == stage_id
         )
 
-    def _play(self, ref: AttemptRef) -> JobSight:
+    def _play(self, ref: AttemptRef) -> JobStatus:
         words = self._live.get(ref)
         if not words:
-            return JobSight("dead", local=True, running=False)
+            return JobStatus("dead", local=True, running=False)
         word = words.pop(0)
         if word == "step":
             self._step(ref)
@@ -134,8 +134,8 @@ class Jobs:
             atomic.write_json(folder / MARKER, {**marker, "elapsed_s": 30.0})
         elif word != "wait":
             self._end(ref, word)
-            return JobSight("dead", local=True, running=False)
-        return JobSight("live", local=True)
+            return JobStatus("dead", local=True, running=False)
+        return JobStatus("live", local=True)
 
     def _step(self, ref: AttemptRef) -> None:
         self._steps[ref] = step = self._steps.get(ref, 0) + 1
@@ -204,7 +204,7 @@ def bench(
     script: Mapping[str, Sequence[str]] | None = None,
     *,
     forecast: Callable[[], SweepForecast] | None = None,
-    passed: Callable[[SweepForecast], Sequence[Passed]] = lambda _: (),
+    passed: Callable[[SweepForecast], Sequence[ExceededLimit]] = lambda _: (),
     past_canary: bool = False,
     jobs: Jobs | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -215,13 +215,13 @@ def bench(
     said: list[str] = []
     empty = SweepForecast((), (), 0.0, 0.0, 0, 0.0, "")
     make = forecast or (lambda: empty)
-    launch, config = Launch(past_canary=past_canary), plan.config
+    launch, config = LaunchOptions(past_canary=past_canary), plan.config
     config = replace(config, dispatch=replace(config.dispatch, poll_s=0.0))
     admission = Admission(
         plan=plan,
         workspace=workspace,
-        pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
-        budget=Budget(plan.sweep.limits, UseReader(workspace)),
+        pin=lambda _: CodeSnapshot("", ("refiner", "sweep"), {"code": ""}),
+        budget=Budget(plan.sweep.limits, UsageReader(workspace)),
         canary=find_canary(plan, workspace),
         forecast=make(),
         corrected=lambda canary: replace(make(), canary=tuple(canary)),
@@ -231,7 +231,7 @@ def bench(
         tell=said.append,
     )
     orchestrator = Orchestrator(
-        admission, workspace, router, config, keeper=ProbingKeeper(workspace), clock=clock
+        admission, workspace, router, config, disk_manager=ProbingKeeper(workspace), clock=clock
     )
     admission.clock = clock
     return Bench(orchestrator, admission, jobs, workspace, said)

@@ -286,7 +286,7 @@ def train_rewarded(rewards: Any, *args: Any, **options: Any) -> dict[str, Any]:
         return train_grpo(*args, **options)
 
     given = partial(GivenRewards, rewards)
-    with mock.patch("refiner_core.training.rollouts.lane.RewardStream", given):
+    with mock.patch("refiner_core.training.rollouts.single_turn.RewardStream", given):
         return train_grpo(*args, **options)
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from flows.running import calls
 from flows.running.calls import RunOutcome, work_on
-from flows.running.showing import Launch
+from flows.running.foreground import LaunchOptions
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import NotifyConfig, RetryConfig
@@ -51,7 +51,7 @@ def told_run(
     run: RunRecord = replace(run_record(workspace, plan), config=to_json(plan.config))
     if resume:
         run = workspace.read_run(resume)
-    launch = Launch(use_server=use_server, quiet=True, resumed=bool(resume))
+    launch = LaunchOptions(use_server=use_server, quiet=True, resumed=bool(resume))
     return work_on(plan, workspace, run, launch)
 
 

@@ -20,7 +20,7 @@ from infra.attempt.stage_io import AttemptIO
 from infra.store.checkpoints import CheckpointStore
 from infra.store.layout import StagePaths
 from refiner_core.training.ranks import RanksIO, TorchRanks
-from refiner_core.training.steps.boundary import Boundary
+from refiner_core.training.steps.checkpoint_manager import CheckpointManager
 
 STEPS, SAVE_EVERY = 9, 4
 
@@ -69,9 +69,9 @@ def train(folder: Path, fault: str, ranks: TorchRanks) -> dict[str, Any] | None:
     paths = StagePaths(folder / "control", folder / "data")
     io = AttemptIO(
         *(paths, 1, CheckpointStore(paths.checkpoints, 1, keep=9)),
-        wait_for_room=lambda: waited.append(1) is None,
+        wait_for_space=lambda: waited.append(1) is None,
     )
-    edge = Boundary(
+    edge = CheckpointManager(
         *(RanksIO(io if ranks.rank == 0 else None, ranks), engine),  # type: ignore[arg-type]
         *("sft", STEPS, SAVE_EVERY),
         async_save=True,

@@ -30,7 +30,7 @@ from refiner_core.contract.errors import DamagedCheckpoint, Interrupted, NoSpace
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.ranks import TALK, Ranks
 from refiner_core.training.sft import train_sft
-from refiner_core.training.steps.boundary import SAVE_TRIES, Boundary
+from refiner_core.training.steps.checkpoint_manager import SAVE_TRIES, CheckpointManager
 from tests.support.command import ROOT
 from tests.support.plans import claim, small_plan
 from tests.support.quota import fill, small_tmpfs
@@ -86,7 +86,7 @@ class Training:
 
     def __init__(self, root: Path, total: int = 100) -> None:
         self.io, self.engine = SlowIO(root), OneNumber()
-        self.edge = Boundary(
+        self.edge = CheckpointManager(
             *(self.io, self.engine, "grpo", total, 2),  # type: ignore[arg-type]
             async_save=True,
         )
@@ -243,7 +243,7 @@ def run_sft(
     io = TellingIO(
         *(paths, number, store),
         on_progress=lambda progress: done.append(progress.done),
-        stop_asked=lambda: stop_after is not None and stop_after in done,
+        stop_requested_by=lambda: stop_after is not None and stop_after in done,
     )
     try:
         report = train_sft(
@@ -412,7 +412,7 @@ def test_metrics_and_rollouts_wait_for_room_and_are_whole(tmp_path: Path, comes_
             return comes_back
 
         paths = workspace.layout.stage(stage.id)
-        io = AttemptIO(paths, 1, CheckpointStore(paths.checkpoints, 1), wait_for_room=wait)
+        io = AttemptIO(paths, 1, CheckpointStore(paths.checkpoints, 1), wait_for_space=wait)
         io.log_metrics(1, {"loss": 1.0})
         fill(filler)
         long = {f"metric/{n}": 0.5 for n in range(4000)}  # not even the half of it fits
@@ -439,7 +439,7 @@ def test_a_save_is_tried_again(tmp_path: Path, full: int, comes_back: bool, save
     io.go_on.set()
     io.errors += [NoSpaceError("full")] * full
     io.comes_back = comes_back
-    edge = Boundary(io, OneNumber(), "grpo", total_steps=100, save_freq=50)
+    edge = CheckpointManager(io, OneNumber(), "grpo", total_steps=100, save_freq=50)
     with contextlib.nullcontext() if saved else pytest.raises(NoSpaceError, match="full"):
         edge.save(50, {"step": 50})
     assert edge.saved_step == saved

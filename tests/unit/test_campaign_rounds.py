@@ -13,10 +13,10 @@ import pytest
 
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import LocalDispatcher, Router
+from infra.jobs.dispatcher import AttemptRef, JobRequest, JobStatus, OpenAttempt
 from infra.jobs.failures import outcome_of
-from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.orchestrator import Orchestrator
-from infra.store.workspace import Claim, Workspace
+from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, make_plan
@@ -39,8 +39,8 @@ class Cluster:
 
     executor = "slurm"
 
-    def __init__(self, **sight: Any) -> None:
-        self.sight = JobSight(**sight)
+    def __init__(self, **job_status: Any) -> None:
+        self.job_status = JobStatus(**job_status)
         self.released: list[AttemptRef] = []
 
     def check(self, stage: PlannedStage) -> None:
@@ -49,8 +49,8 @@ class Cluster:
     def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
         return {}
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
-        return {a.ref: self.sight for a in attempts}
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
+        return {a.ref: self.job_status for a in attempts}
 
     def stop(self, attempt: OpenAttempt) -> bool:
         return True
@@ -75,7 +75,7 @@ def campaign_of(workspace: Workspace, plan: Plan, *dispatchers: Any, **more: Any
 def claimed(workspace: Workspace, plan: Plan) -> PlannedStage:
     """`data`, with an attempt that a call of another host has submitted to Slurm."""
     stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    assert workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "slurm")) is not None
     return stage
 
 
@@ -124,10 +124,12 @@ def test_an_end_on_a_full_disk_keeps_its_class(
             return real(*args)
 
         monkeypatch.setattr(workspace, name, write)
-    keeper = ProbingKeeper(workspace)
-    monkeypatch.setattr(keeper, "make_room", lambda *_: None if full else keeper.Nothing())
-    cluster = Cluster(sight="dead", running=False, facts={"state": "FAILED"})
-    campaign = campaign_of(workspace, plan, cluster, keeper=keeper)
+    disk_manager = ProbingKeeper(workspace)
+    monkeypatch.setattr(
+        disk_manager, "free_space", lambda *_: None if full else disk_manager.Nothing()
+    )
+    cluster = Cluster(job_status="dead", running=False, facts={"state": "FAILED"})
+    campaign = campaign_of(workspace, plan, cluster, disk_manager=disk_manager)
     campaign.begin()
     for _ in range(5):
         campaign.step()
@@ -143,7 +145,7 @@ def test_a_stage_says_why_its_job_cannot_be_seen(workspace: Workspace) -> None:
     """Its executor is not that of this call, or the scheduler does not answer."""
     plan = small_plan("data")
     claimed(workspace, plan)
-    silent = Cluster(sight="unknown", reason="Slurm has not said yet")
+    silent = Cluster(job_status="unknown", reason="Slurm has not said yet")
     for dispatcher, said in (
         (LocalDispatcher(workspace), "dispatch.executor=slurm"),
         (silent, "Slurm has not said yet"),
@@ -157,7 +159,7 @@ def test_a_stage_says_why_its_job_cannot_be_seen(workspace: Workspace) -> None:
 
 
 def test_a_held_job_is_released_by_its_own_scheduler_alone(workspace: Workspace) -> None:
-    plan, cluster = small_plan("data"), Cluster(sight="live", held=True)
+    plan, cluster = small_plan("data"), Cluster(job_status="live", held=True)
     stage = claimed(workspace, plan)
     record = workspace.read_record(stage.id)
     held = OpenAttempt(AttemptRef(stage.id, 1), record.attempts[-1])
@@ -174,7 +176,7 @@ def test_the_workers_own_outcome_counts_first(
     plan = small_plan("data")
     stage = claimed(workspace, plan)
     workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
-    campaign = campaign_of(workspace, plan, Cluster(sight="dead", running=False))
+    campaign = campaign_of(workspace, plan, Cluster(job_status="dead", running=False))
     real = workspace.close_attempt
 
     def close(*args: Any) -> bool:
@@ -191,7 +193,7 @@ def test_a_broken_call_has_ended(workspace: Workspace, monkeypatch: pytest.Monke
     """Its process may live on, in a notebook or a longer script."""
     plan = small_plan("data")
     claim(workspace, plan, "data")
-    campaign = campaign_of(workspace, plan, Cluster(sight="live"))
+    campaign = campaign_of(workspace, plan, Cluster(job_status="live"))
     campaign.begin()
 
     def broken(*_: Any) -> None:
@@ -221,7 +223,7 @@ def test_refusals_show_no_traceback(
     def refuse(requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
         return {request.ref: error for request in requests}
 
-    cluster = Cluster(sight="dead")
+    cluster = Cluster(job_status="dead")
     monkeypatch.setattr(cluster, "submit", refuse)
     campaign = campaign_of(workspace, small_plan("data", backoff_s=0.0), cluster)
     campaign.start()
@@ -251,7 +253,7 @@ def test_evaluations_during_training_give_way(
         submitted.update({r.stage_id: r.nice for r in requests})
         return {}
 
-    cluster = Cluster(sight="live")
+    cluster = Cluster(job_status="live")
     monkeypatch.setattr(cluster, "submit", submit)
     campaign = campaign_of(workspace, plan, cluster)
     campaign.begin()

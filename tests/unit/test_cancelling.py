@@ -14,10 +14,10 @@ import pytest
 from flows.running import cancelling
 from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router
-from infra.jobs.protocol import JobSight, OpenAttempt
-from infra.orchestrator import acting as ending
+from infra.jobs.dispatcher import JobStatus, OpenAttempt
+from infra.orchestrator import executor as ending
 from infra.store.orchestrators import wanted_by_others
-from infra.store.workspace import Claim, Workspace
+from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.records import RunRecord
 from tests.support.plans import OWNER, orchestrator_on, run_record, small_plan
 from tests.unit.test_campaign_rounds import Cluster
@@ -27,7 +27,7 @@ class Scheduler(Cluster):
     """One job that runs, and a scheduler that does not always answer."""
 
     def __init__(self, answers: Sequence[bool]) -> None:
-        super().__init__(sight="unknown")
+        super().__init__(job_status="unknown")
         self.answers, self.killed = list(answers), False
 
     def stop(self, attempt: OpenAttempt) -> bool:
@@ -35,7 +35,7 @@ class Scheduler(Cluster):
 
     def kill(self, attempt: OpenAttempt) -> bool:
         self.killed = self.answers.pop(0) if self.answers else False
-        self.sight = JobSight("dead" if self.killed else "unknown")
+        self.job_status = JobStatus("dead" if self.killed else "unknown")
         return self.killed
 
 
@@ -51,7 +51,7 @@ def run(workspace: Workspace) -> RunRecord:
     found = run_record(workspace, plan)
     workspace.write_run(found)
     stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    assert workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "slurm")) is not None
     workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
     return found
 
@@ -73,7 +73,7 @@ def test_a_job_that_lives_on_is_not_closed(
     attempt = workspace.read_attempt(run.stages["data"], 1)
     assert attempt is not None
     assert attempt.outcome is None
-    assert workspace.stop_asked(run.stages["data"], 1) is not None, "its worker reads that"
+    assert workspace.stop_requested_by(run.stages["data"], 1) is not None, "its worker reads that"
 
 
 def test_kills_repeat(
@@ -144,16 +144,18 @@ def test_a_cancelled_call_leaves_stages_of_another_call(workspace: Workspace) ->
     mine, other = (run_record(workspace, plan) for _ in range(2))
     workspace.write_run(other)
     stage = plan.by_name["data"]
-    claimed = workspace.claim_attempt(stage, plan.config, {}, Claim(str(ProcessId.of()), "slurm"))
+    claimed = workspace.claim_attempt(
+        stage, plan.config, {}, StageClaim(str(ProcessId.of()), "slurm")
+    )
     assert claimed is not None
     workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
     me = {"process": str(ProcessId.of()), "host": host_name(), "state": "running"}
     workspace.write_orchestrator(other.run, me)
-    router = Router({"slurm": Cluster(sight="live")}, lambda _: "slurm")
+    router = Router({"slurm": Cluster(job_status="live")}, lambda _: "slurm")
     campaign = orchestrator_on(plan, workspace, router, run=mine)
     campaign.begin()
-    workspace.ask_cancel(mine.run, "somebody", ())
+    workspace.request_cancel(mine.run, "somebody", ())
     assert campaign.step(), "the call itself is over"
     view = campaign.views()["data"]
     assert (view.state, other.run in view.message) == ("interrupted", True)
-    assert workspace.stop_asked(stage.id, 1) is None
+    assert workspace.stop_requested_by(stage.id, 1) is None

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.facts import CardFacts
-from refiner_core.cards.lint import Finding, check_card, lint_card
-from refiner_core.cards.lint.against import differences
+from refiner_core.cards.lint import CardFinding, check_card, lint_card
+from refiner_core.cards.lint.evidence_check import differences
 from refiner_core.evaluation.statistics import wilson
 from tests.support.card_facts import card_numbers, full_facts, sft_facts
 from tests.support.card_facts import evaluation as any_evaluation
@@ -29,7 +29,7 @@ def rules(text: str, **options: Any) -> list[tuple[str, int]]:
     return [(f.rule, f.line - FRONT.count("\n")) for f in check_card(FRONT + text, **options)]
 
 
-def only(text: str, **options: Any) -> Finding:
+def only(text: str, **options: Any) -> CardFinding:
     """The one finding."""
     (found,) = check_card(FRONT + text, **options)
     return found

@@ -23,7 +23,7 @@ from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
-from refiner_core.contract.records import Attempt, Outcome
+from refiner_core.contract.records import Attempt, AttemptOutcome
 from tests.support.card_facts import CONFIG, OTHER, evaluation, full_facts, published_facts, reports
 
 TINY = RecipeConfig()
@@ -255,9 +255,9 @@ def test_cost_counts_all_attempts_and_lost_work() -> None:
 
 
 def test_an_interruption_is_noted_with_its_time_and_lost_steps() -> None:
-    full = Outcome("disk_full", "resume", "Disk quota exceeded", step=100, errno=122)
+    full = AttemptOutcome("disk_full", "resume", "Disk quota exceeded", step=100, errno=122)
     first = Attempt(1, "c", "slurm", "o", "t", ended_at="2026-11-21T03:12:41.123+00:00")
-    done = Outcome("none", "finish")
+    done = AttemptOutcome("none", "finish")
     second = Attempt(2, "c", "slurm", "o", "t", resumed_from_step=50, outcome=done)
     attempts = attempt_notes("grpo", [replace(first, outcome=full), second])
     said = notes(bare_facts(attempts=attempts))

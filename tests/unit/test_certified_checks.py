@@ -15,7 +15,7 @@ from flows.certify.device import EXACT, kernel_check, own_samples, score_rows
 from flows.certify.device import _load as load
 from flows.certify.node import make_order, run_part
 from flows.certify.processes import engine_checks, server_checks
-from flows.certify.work import Order
+from flows.certify.work import WorkOrder
 from flows.doctor import examine
 from infra.store.provenance import read_certificates, write_certificate
 from infra.store.workspace import Workspace
@@ -27,7 +27,7 @@ from refiner_core.contract.proofs import Certificate, CertifiedCheck
 from tests.support.card_facts import full_facts
 from tests.support.vllm_server import shim
 
-CPU = Order(0, "float32", "tiny", False, (2,))
+CPU = WorkOrder(0, "float32", "tiny", False, (2,))
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -89,13 +89,15 @@ def test_a_wrong_engine_fails() -> None:
 
 
 @pytest.fixture
-def with_vllm(tmp_path: Path) -> Order:
+def with_vllm(tmp_path: Path) -> WorkOrder:
     """The tests' server, which speaks as vLLM does."""
     setup = [f"export PATH={shim(tmp_path / 'bin')}:$PATH"]
     return replace(CPU, vllm={"setup": setup, "weights_dir": str(tmp_path)})
 
 
-def test_new_weights_reach_a_server_that_asks_for_the_key(with_vllm: Order, tmp_path: Path) -> None:
+def test_new_weights_reach_a_server_that_asks_for_the_key(
+    with_vllm: WorkOrder, tmp_path: Path
+) -> None:
     found = {c.name: c for c in server_checks(with_vllm, tmp_path / "work")}
     assert [c.verdict for c in found.values()] == ["pass", "pass"]
     assert found["vLLM, weights by reload"].figures["gap"] < 1e-3
@@ -103,7 +105,7 @@ def test_new_weights_reach_a_server_that_asks_for_the_key(with_vllm: Order, tmp_
 
 
 def test_altered_weights_are_found(
-    with_vllm: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    with_vllm: WorkOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from refiner_core.generation.vllm.sync import write_folder
 
@@ -127,7 +129,7 @@ def test_altered_weights_are_found(
 
 
 def test_the_largest_shape_that_fits_is_measured_on_a_gpu() -> None:
-    def order(gib: int, gpus: int = 1, model: str | None = None, disk: int = 99) -> Order:
+    def order(gib: int, gpus: int = 1, model: str | None = None, disk: int = 99) -> WorkOrder:
         probed = {"gpus": ["NVIDIA H100"] * gpus, "bytes": gib << 30, "disk": disk << 30}
         return make_order(RecipeConfig(), probed, model)
 
@@ -140,7 +142,7 @@ def test_the_largest_shape_that_fits_is_measured_on_a_gpu() -> None:
         order(79, model="7B")
 
 
-def part(order: Order, folder: Path, seconds: float) -> list[CertifiedCheck]:
+def part(order: WorkOrder, folder: Path, seconds: float) -> list[CertifiedCheck]:
     found: list[CertifiedCheck] = []
     deadline = time.monotonic() + seconds
     run_part("servers", order, folder, deadline, found.append)

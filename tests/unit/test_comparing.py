@@ -9,7 +9,7 @@ import pytest
 
 from refiner_core.evaluation.statistics import two_way_mean
 from refiner_core.report.sweep.comparing import make_report
-from refiner_core.report.sweep.document import ArmNumber, Comparison, SweepReport
+from refiner_core.report.sweep.sweep_report import ArmNumber, Comparison, SweepReport
 from tests.support.made_evidence import PROTOCOL, MadeSweep, made_from, prompt_names
 
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flows.running.console import Console
-from flows.sweeping.admission import TrialWord
+from flows.sweeping.admission import TrialVerdict
 from refiner_core.contract.types import Progress, StageView
 
 SFT = StageView("sft", "sft", "f" * 12, "waiting")
@@ -104,12 +104,12 @@ def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sweep_shows_changes_of_trials_and_the_stages_at_work() -> None:
-    stream, clock, trials = io.StringIO(), Clock(), dict[str, TrialWord]()
+    stream, clock, trials = io.StringIO(), Clock(), dict[str, TrialVerdict]()
     console = Console(stream=stream, clock=clock, trials=lambda: trials)
     views = {"a/sft": replace(at(3), name="a/sft"), "a/data": replace(SFT, name="a/data")}
     for a, b in (("waiting", "waiting"), ("running", "held"), ("failed", "held")):
-        trials["a"] = TrialWord(a, "loss is NaN" if a == "failed" else "", run="run-a")
-        trials["b"] = TrialWord(b, "a limit" if b == "held" else "", run="run-b")
+        trials["a"] = TrialVerdict(a, "loss is NaN" if a == "failed" else "", run="run-a")
+        trials["b"] = TrialVerdict(b, "a limit" if b == "held" else "", run="run-b")
         console.show(views)
         clock.now += 60.0
     console.finish({})

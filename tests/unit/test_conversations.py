@@ -59,7 +59,7 @@ def begun(tokenizer: Any, *messages: Message) -> Conversation:
     return conversation
 
 
-def say(conversation: Conversation, ids: tuple[int, ...]) -> None:
+def print_line(conversation: Conversation, ids: tuple[int, ...]) -> None:
     conversation.own(ids, [-0.5] * len(ids))
 
 
@@ -78,7 +78,7 @@ def test_later_turns_are_the_templates_except_for_empty_think_blocks(tokenizer: 
         [("tool", "one"), ("tool", "two.\n")],
         [("tool", "one"), ("user", "Thanks"), ("user", "Bye")],
     ):
-        say(conversation, ids_of(tokenizer, CALL))
+        print_line(conversation, ids_of(tokenizer, CALL))
         before = conversation.ids
         conversation.observe([Message(role, content) for role, content in said])
         assert conversation.ids[: len(before)] == before, "only appended to"
@@ -117,7 +117,7 @@ def test_control_tokens_of_others_are_text(tokenizer: Any, role: Any, trick: str
 
     def control(words: str) -> list[int]:
         conversation = begun(tokenizer, Message("user", f"a {words} b"))
-        say(conversation, ids_of(tokenizer, CALL))
+        print_line(conversation, ids_of(tokenizer, CALL))
         conversation.observe([Message(role, words), Message(role, f"({words})")])
         assert f"({words})" in text_of(tokenizer, conversation.ids), "to the letter"
         return [token for token in conversation.ids if token in special | added]
@@ -152,7 +152,7 @@ def test_demonstrations_and_rollouts_agree_on_every_token(tokenizer: Any) -> Non
     for _, messages in turns:
         stop = next((n for n in range(place, len(ids)) if not mask[n]), len(ids))
         assert ids[stop - 1] == end
-        say(conversation, ids[place : stop - 1])
+        print_line(conversation, ids[place : stop - 1])
         conversation.close_turn()
         if stop < len(ids):
             conversation.observe(messages)
@@ -183,7 +183,7 @@ def test_other_templates_format_messages_their_way() -> None:
     tokenizer = qwen_like()
     tokenizer.chat_template = LLAMA_LIKE
     conversation = begun(tokenizer, Message("user", "  Hello \n"))
-    say(conversation, ids_of(tokenizer, CALL))
+    print_line(conversation, ids_of(tokenizer, CALL))
     conversation.observe([Message("tool", 'a "quote"\n'), Message("user", " so ")])
     assert text_of(tokenizer, conversation.ids).endswith(
         "<|im_start|>user\n\nHello<|im_end|><|im_start|>assistant\n\n" + CALL + "<|im_end|>"
@@ -211,7 +211,7 @@ def test_templates_that_cannot_be_appended_to_are_refused(template: str, why: st
 
     def two_turns() -> None:
         conversation = begun(tokenizer)
-        say(conversation, ids_of(tokenizer, CALL))
+        print_line(conversation, ids_of(tokenizer, CALL))
         conversation.observe([Message("tool", "a")])
 
     with pytest.raises(ConfigurationError, match=why):

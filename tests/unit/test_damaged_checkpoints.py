@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from infra.attempt.stage_io import AttemptIO
-from infra.disk.inventory import read_stock
-from infra.disk.reaper import carry_out, plan_reclaim
+from infra.disk.garbage_collection import carry_out, plan_reclaim
+from infra.disk.inventory import read_inventory
 from infra.host import files as reading
 from infra.store.checkpoints import (
     DAMAGED,
@@ -161,7 +161,7 @@ def test_no_older_one_goes_before_a_save_while_the_newest_is_damaged(
 def test_a_reclaim_keeps_the_good_one(workspace: Workspace, stage: PlannedStage) -> None:
     train(make_io(workspace, stage, 1), 4)
     checkpoints = workspace.layout.stage(stage.id).checkpoints
-    plan = plan_reclaim(read_stock(workspace), None)
+    plan = plan_reclaim(read_inventory(workspace), None)
     assert [c.step for c in plan] == [2]
     flip_a_bit(checkpoints / step_name(4))
     assert carry_out(workspace, plan).items == ()

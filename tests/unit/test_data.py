@@ -29,7 +29,7 @@ from refiner_core.data.prepared import (
     write_demonstrations,
     write_prompts,
 )
-from refiner_core.data.rows import Row, choose_questions, parse_row
+from refiner_core.data.rows import DataRow, choose_questions, parse_row
 from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
 from tests.support.qwen_like import TEMPLATE as QWEN
 
@@ -230,7 +230,7 @@ def test_a_digest_follows_content_and_not_the_path(tmp_path: Path):
 # ---------------------------------------------------------------- rows
 
 
-def parse(row: dict[str, Any], which: Any = "rl") -> Row:
+def parse(row: dict[str, Any], which: Any = "rl") -> DataRow:
     return parse_row(RawRow("rows.jsonl:7", 7, row), which)
 
 
@@ -286,7 +286,7 @@ def test_a_prompt_full_of_unclosed_tags_is_read_in_linear_time():
 # ---------------------------------------------------------------- what carries loss
 
 
-def demonstration(*turns: tuple[str, str], mode: str = "answer_only") -> Row:
+def demonstration(*turns: tuple[str, str], mode: str = "answer_only") -> DataRow:
     row = {
         "conversations": [{"role": role, "content": content} for role, content in turns],
         "metadata": {"refiner_mode": mode},

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from refiner_core import words as world
+from refiner_core import formatting as world
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
-from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, words
+from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, vocabulary
 from refiner_core.environments.desk.episode import DeskEpisode
 from refiner_core.environments.desk.tasks import DOMAINS, own_tasks
 from refiner_core.environments.desk.user import PATIENCE
@@ -110,8 +110,15 @@ def test_texts_rules_and_outcomes_are_those_of_the_version(experts: Experts) -> 
 
 
 def test_all_words_are_in_the_vocabulary(experts: Experts) -> None:
-    texts = [*words.CLARIFY, *words.THANKS, *words.OKAY, *words.YES, *words.NO, *words.ANYWAY]
-    texts += [words.LEAVE, words.UNKNOWN, words.ONE_STEP]
+    texts = [
+        *vocabulary.CLARIFY,
+        *vocabulary.THANKS,
+        *vocabulary.OKAY,
+        *vocabulary.YES,
+        *vocabulary.NO,
+        *vocabulary.ANYWAY,
+    ]
+    texts += [vocabulary.LEAVE, vocabulary.UNKNOWN, vocabulary.ONE_STEP]
     for domain in DESK.domains():
         texts.append(DESK.policy(domain))
         texts += [json.dumps(tool.as_json()) for tool in DESK.tools(domain)]
@@ -123,10 +130,10 @@ def test_all_words_are_in_the_vocabulary(experts: Experts) -> None:
     drawn = {*world.VALUE_HEADS, *world.VALUE_TAILS}
     spoken = re.sub(r"S_[a-z]\d[A-Z]\d|\b[A-Z][a-z]{5}\b", " ", " ".join(texts))
     used = set(re.findall(r"[A-Za-z]+", spoken)) - drawn
-    assert used <= set(words.WORDS)
+    assert used <= set(vocabulary.WORDS)
     between = set(re.sub(r"[A-Za-z0-9\s]", "", spoken))
-    assert between <= set("".join(words.PIECES)) | {"_", "."}
-    assert len(words.VOCABULARY) == len(set(words.VOCABULARY))
+    assert between <= set("".join(vocabulary.PIECES)) | {"_", "."}
+    assert len(vocabulary.VOCABULARY) == len(set(vocabulary.VOCABULARY))
 
 
 def entities(task: Task) -> set[str]:
@@ -166,7 +173,7 @@ def test_the_user_says_no_secret_unasked() -> None:
         opening = DESK.episode(task).reset(0)[-1].content
         assert not any(secret in opening for secret in secrets), task.id
         _, steps = played(task, [say("hello")])
-        assert steps[0].messages[0].content in words.CLARIFY
+        assert steps[0].messages[0].content in vocabulary.CLARIFY
 
 
 def test_the_user_answers_any_wording_of_a_question_and_nothing_more() -> None:
@@ -184,7 +191,7 @@ def test_the_user_answers_any_wording_of_a_question_and_nothing_more() -> None:
     knows = task.data["user"]["knows"]
     _, steps = played(task, [say("what is your booking?"), say("what is your room?")])
     assert knows["name"] not in steps[0].messages[0].content
-    assert steps[1].messages[0].content == words.UNKNOWN
+    assert steps[1].messages[0].content == vocabulary.UNKNOWN
 
 
 def test_the_user_agrees_to_a_fee_only_with_its_amount() -> None:
@@ -192,7 +199,7 @@ def test_the_user_agrees_to_a_fee_only_with_its_amount() -> None:
     ask, look_up, offer, cancel, *rest = solution(task)
     vague = say("there is a fee. do you want it?")
     episode, steps = played(task, [ask, look_up, vague, cancel])
-    assert steps[2].messages[0].content in words.CLARIFY
+    assert steps[2].messages[0].content in vocabulary.CLARIFY
     assert steps[3].tool_error == "rule_broken"
     episode, _ = played(task, [ask, look_up, vague, offer, cancel, *rest])
     assert episode.outcome().success
@@ -202,7 +209,7 @@ def test_a_user_who_insists_has_to_be_answered_again() -> None:
     task = of_family("bookings", "change_fixed_insists")
     *begun, first, second, end = solution(task)
     episode, steps = played(task, [*begun, first, end])
-    assert steps[-2].messages[0].content in words.ANYWAY
+    assert steps[-2].messages[0].content in vocabulary.ANYWAY
     assert episode.outcome().failure == "incomplete"
     assert played(task, [*begun, first, second, end])[0].outcome().success
 
@@ -211,7 +218,7 @@ def test_endless_chatter_ends_with_the_user_leaving() -> None:
     for task in (of_family(d, next(iter(DOMAINS[d].families))) for d in DESK.domains()):
         episode, steps = played(task, [say("hello")] * 50)
         assert len(steps) == PATIENCE
-        assert steps[-1].messages[0].content == words.LEAVE
+        assert steps[-1].messages[0].content == vocabulary.LEAVE
         outcome = episode.outcome()
         assert (outcome.reward, outcome.failure) == (0.0, "incomplete")
         assert outcome.info["ended"] == "user_left"

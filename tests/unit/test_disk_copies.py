@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 
 from flows.cli.machine import disk_command
+from infra.disk.garbage_collection import ReclaimOrder
 from infra.disk.inventory import read_holds
-from infra.disk.keeper import DiskKeeper
-from infra.disk.reaper import Rank
-from infra.store.checkpoints import CheckpointStore, Holds, pin, read_reclaimed
+from infra.disk.manager import DiskManager
+from infra.store.checkpoints import CheckpointStore, RetainedCheckpoints, pin, read_reclaimed
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.plan import Plan, make_plan
@@ -102,8 +102,8 @@ def finish_again(workspace: Workspace, exported: Exported, **report: object) -> 
 
 
 def reclaim(workspace: Workspace) -> tuple[str, ...]:
-    keeper = DiskKeeper(workspace, DiskConfig())
-    return keeper.carry_out(keeper.candidates()).items
+    disk_manager = DiskManager(workspace, DiskConfig())
+    return disk_manager.carry_out(disk_manager.candidates()).items
 
 
 # ---------------------------------------------------------------- published on a Hub
@@ -227,8 +227,8 @@ def test_publications_protect_input(workspace: Workspace, exported: Exported, kn
 
 @pytest.mark.parametrize("who", ["pin", "run", "attempt", "unreadable run"])
 def test_late_readers_are_respected(workspace: Workspace, exported: Exported, who: str) -> None:
-    keeper = DiskKeeper(workspace, DiskConfig())
-    candidates = [c for c in keeper.candidates() if c.rank is Rank.WEIGHTS]
+    disk_manager = DiskManager(workspace, DiskConfig())
+    candidates = [c for c in disk_manager.candidates() if c.rank is ReclaimOrder.WEIGHTS]
     assert candidates
     plan = exported.plan
     again = replace(plan.config, evaluate=replace(plan.config.evaluate, num_samples=9))
@@ -242,7 +242,7 @@ def test_late_readers_are_respected(workspace: Workspace, exported: Exported, wh
     else:
         paths = workspace.layout.run(workspace.new_run_id("broken"))
         paths.record.write_text("{")
-    assert keeper.carry_out(candidates).items == ()
+    assert disk_manager.carry_out(candidates).items == ()
     assert exported.weights.exists()
 
 
@@ -265,7 +265,7 @@ def steps_of(workspace: Workspace, stage_id: str) -> list[int]:
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_held_checkpoint_stays(workspace: Workspace, trained: bool) -> None:
     plan, grpo = holding(workspace, 2)
-    Holds(plan, workspace.layout).keep(())
+    RetainedCheckpoints(plan, workspace.layout).keep(())
     if trained:
         finish(workspace, grpo)
     reclaim(workspace)
@@ -277,10 +277,10 @@ def test_a_held_checkpoint_stays(workspace: Workspace, trained: bool) -> None:
 
 def test_a_late_hold_is_respected(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, grpo = holding(workspace, 2)
-    keeper = DiskKeeper(workspace, DiskConfig())
-    candidates = keeper.candidates()
+    disk_manager = DiskManager(workspace, DiskConfig())
+    candidates = disk_manager.candidates()
     assert [c.step for c in candidates] == [1, 2, 3]
-    holds, rename = Holds(plan, workspace.layout), Path.rename
+    holds, rename = RetainedCheckpoints(plan, workspace.layout), Path.rename
 
     def late(path: Path, target: Path) -> Path:
         """Right after the last look and before the checkpoint is out of sight."""
@@ -289,14 +289,14 @@ def test_a_late_hold_is_respected(workspace: Workspace, monkeypatch: pytest.Monk
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", late)
-    keeper.carry_out(candidates)
+    disk_manager.carry_out(candidates)
     assert steps_of(workspace, grpo) == [2, 4]
     assert holds.there(()) == {(grpo, 2)}
 
 
 def test_a_reclaim_drops_the_holds_of_a_cancelled_run(workspace: Workspace) -> None:
     plan, grpo = holding(workspace, 1, 2)
-    Holds(plan, workspace.layout).keep(())
+    RetainedCheckpoints(plan, workspace.layout).keep(())
     run = replace(run_record(workspace, plan), config=to_json(plan.config))
     workspace.write_run(run)
     where = f"workspace={workspace.root}"
@@ -305,7 +305,7 @@ def test_a_reclaim_drops_the_holds_of_a_cancelled_run(workspace: Workspace) -> N
     runner.invoke(disk_command, [where, "--reclaim"], catch_exceptions=False)
     assert steps_of(workspace, grpo) == [1, 2, 4]
 
-    workspace.ask_cancel(run.run, "somebody", stages=["export-step1"])
+    workspace.request_cancel(run.run, "somebody", stages=["export-step1"])
     assert "idle, cancelled" in runner.invoke(disk_command, [where]).output
     dry = runner.invoke(disk_command, [where, "--reclaim", "--dry-run", "--json"])
     value = json.loads(dry.stdout)

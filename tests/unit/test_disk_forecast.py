@@ -16,11 +16,11 @@ from click.testing import CliRunner
 from flows.cli.machine import disk_command
 from flows.cli.main import main
 from flows.cli.plan import plan_command
-from flows.disk import planned_room
+from flows.disk import planned_space
 from infra.disk.forecast import (
     STATE_BYTES,
     Forecast,
-    Knowledge,
+    ForecastInputs,
     ModelSize,
     StageNeed,
     forecast_disk,
@@ -49,7 +49,7 @@ def plan_of(**grpo: Any) -> Plan:
 
 
 def need(plan: Plan, workspace: Workspace, kind: str = "grpo") -> StageNeed:
-    found = forecast_disk([plan], Knowledge(workspace, lambda _: FOUR_B))
+    found = forecast_disk([plan], ForecastInputs(workspace, lambda _: FOUR_B))
     return next(s for s in found.stages if s.stage.kind == kind)
 
 
@@ -60,7 +60,7 @@ def test_a_checkpoint_is_as_large_as_forecast(tmp_path: Path) -> None:
     import torch
 
     from refiner_core.training.engines.plain import PlainEngine
-    from refiner_core.training.model.loading import Loaded
+    from refiner_core.training.model.loading import LoadedModel
     from tests.support.tiny_training import tiny_tokenizer
 
     class Layer(torch.nn.Linear):
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_as_large_as_forecast(tmp_path: Path) -> None:
 
     for dtype in ("float32", "bfloat16"):
         model = Layer(400, 300, dtype=getattr(torch, dtype))
-        loaded = Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
+        loaded = LoadedModel(model, tiny_tokenizer(), share_prompts=False, balance=None)
         engine = PlainEngine(loaded, ModelConfig(), learning_rate=1e-3, max_grad_norm=1.0)
         model(torch.ones(400, dtype=getattr(torch, dtype))).sum().backward()
         engine.step(1.0)
@@ -99,7 +99,9 @@ def test_an_own_trainer_takes_what_it_keeps_and_one_more(workspace: Workspace) -
     """What its checkpoints take is learned from those that are there: nothing else tells."""
     command = CommandConfig(run="train", keep=3)
     plan = make_plan(replace(small_config("command"), command=command), SOURCES)
-    assert forecast_disk([plan], Knowledge(workspace, lambda _: FOUR_B)).unknown == ("command",)
+    assert forecast_disk([plan], ForecastInputs(workspace, lambda _: FOUR_B)).unknown == (
+        "command",
+    )
     stage = claim(workspace, plan, "command")
     for step in (10, 20):
         foreign_checkpoint(workspace.layout.stage(stage.id).data / "work", step)
@@ -109,7 +111,7 @@ def test_an_own_trainer_takes_what_it_keeps_and_one_more(workspace: Workspace) -
     assert found.known
     other = replace(plan.config, command=CommandConfig(run="another one"))
     plans = [make_plan(other, SOURCES)]
-    assert forecast_disk(plans, Knowledge(workspace, lambda _: FOUR_B)).unknown == ("command",)
+    assert forecast_disk(plans, ForecastInputs(workspace, lambda _: FOUR_B)).unknown == ("command",)
 
 
 def test_what_was_measured_counts_more_than_what_is_computed(workspace: Workspace) -> None:
@@ -123,21 +125,21 @@ def test_what_was_measured_counts_more_than_what_is_computed(workspace: Workspac
 
 
 def test_shared_stages_count_once_and_finished_ones_not_at_all(workspace: Workspace) -> None:
-    known = Knowledge(workspace, lambda _: FOUR_B)
+    known = ForecastInputs(workspace, lambda _: FOUR_B)
     one, two = plan_of(beta=0.0), plan_of(beta=0.1)
     both = forecast_disk([one, two], known)
     assert sorted(s.stage.kind for s in both.stages) == ["data", "grpo", "grpo"]
     assert both.final_bytes > 1.9 * forecast_disk([one], known).final_bytes
     claim(workspace, one, "data")
     finish(workspace, one.by_name["data"].id)
-    left = forecast_disk([one], Knowledge(workspace, lambda _: ModelSize(None, "?")))
+    left = forecast_disk([one], ForecastInputs(workspace, lambda _: ModelSize(None, "?")))
     assert [s.stage.kind for s in left.stages] == ["grpo"]
     assert left.unknown == ("grpo",)
 
 
 def test_a_reclaim_makes_space_for_the_next_trial(workspace: Workspace) -> None:
     plans = [plan_of(beta=b) for b in (0.0, 0.1, 0.2)]
-    found = forecast_disk(plans, Knowledge(workspace, lambda _: FOUR_B))
+    found = forecast_disk(plans, ForecastInputs(workspace, lambda _: FOUR_B))
     one = replace(found, parallel=1)
     assert isinstance(one, Forecast)
     assert one.least_bytes < one.peak_bytes
@@ -205,7 +207,7 @@ def test_planned_room_counts_what_may_go(workspace: Workspace) -> None:
     save(workspace, stage.id, 1, 2, size=8 * MIB)
     limit = DiskConfig(limit_gb=45 * MIB / GIB)
     config = replace(plan.config, workspace=str(workspace.root), disk=limit)
-    room = planned_room([replace(plan, config=config)])
+    room = planned_space([replace(plan, config=config)])
     assert room.forecast.needed_bytes > room.free_bytes
     assert 8 * MIB <= room.reclaimable_bytes < 9 * MIB
     assert room.fits
@@ -283,7 +285,7 @@ def publishing_plan(which: str = "every-save", target: str = "folder", **grpo: A
 
 
 def test_each_published_step_takes_space(workspace: Workspace) -> None:
-    known, weights = Knowledge(workspace, lambda _: FOUR_B), 4 * 10**9 * 2
+    known, weights = ForecastInputs(workspace, lambda _: FOUR_B), 4 * 10**9 * 2
     final = forecast_disk([publishing_plan("final")], known).final_bytes
     every = forecast_disk([publishing_plan()], known).final_bytes
     one_held = 4 * 10**9 * 14

@@ -10,32 +10,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.disk.inventory import Copy, StageFacts, Stock, Weights
-from infra.disk.reaper import Candidate, Rank, plan_reclaim
-from infra.disk.usage import Item, Kind, Size
+from infra.disk.garbage_collection import Candidate, ReclaimOrder, plan_reclaim
+from infra.disk.inventory import Inventory, PublishedCopy, StageFacts, Weights
+from infra.disk.usage import DiskItem, DiskSize, Kind
 from refiner_core.contract.records import OutputFile
 
 MIB = 1 << 20
 FILE = OutputFile("model/model.safetensors", 10 * MIB, "ab" * 32)
-COPY = Copy("folder", "/archive/model", {FILE.sha256: "model.safetensors"})
+COPY = PublishedCopy("folder", "/archive/model", {FILE.sha256: "model.safetensors"})
 WEIGHTS = Weights(Path("/ws/sft-1/output"), (FILE,), 10 * MIB, COPY)
 RUNNING = StageFacts(kind="grpo", open=True)
 DONE = StageFacts(kind="sft", done=True, kept_attempt=2, dead=frozenset({1}), weights=WEIGHTS)
 
 
-def item(kind: Kind, stage_id: str, name: str, attempt: int = 0, step: int | None = None) -> Item:
+def item(
+    kind: Kind, stage_id: str, name: str, attempt: int = 0, step: int | None = None
+) -> DiskItem:
     folder = "checkpoints" if kind in ("checkpoints", "temporary") else "attempts"
     path = Path("/ws") / stage_id / folder / name
-    return Item(path, kind, Size(MIB, 2, MIB), stage_id, attempt, step)
+    return DiskItem(path, kind, DiskSize(MIB, 2, MIB), stage_id, attempt, step)
 
 
-def checkpoint(stage_id: str, step: int) -> Item:
+def checkpoint(stage_id: str, step: int) -> DiskItem:
     return item("checkpoints", stage_id, f"step-{step:08d}", step=step)
 
 
-def stock(*items: Item, complete: bool = True, **stages: StageFacts) -> Stock:
+def stock(*items: DiskItem, complete: bool = True, **stages: StageFacts) -> Inventory:
     found = frozenset(i.path for i in items if i.step is not None and complete)
-    return Stock(items, {k.replace("_", "-"): v for k, v in stages.items()}, found)
+    return Inventory(items, {k.replace("_", "-"): v for k, v in stages.items()}, found)
 
 
 def names(candidates: list[Candidate]) -> list[str]:
@@ -45,7 +47,7 @@ def names(candidates: list[Candidate]) -> list[str]:
 # ---------------------------------------------------------------- order
 
 
-def everything() -> Stock:
+def everything() -> Inventory:
     """One of each kind that may go, and what may not."""
     base = stock(
         checkpoint("grpo-1", 100),
@@ -55,8 +57,8 @@ def everything() -> Stock:
         item("outputs", "sft-1", "0001", attempt=1),
         item("outputs", "sft-1", "0002", attempt=2),
         item("temporary", "sft-1", ".tmp-step-00000009-a1", attempt=1),
-        Item(Path("/ws/code/old"), "code", Size(MIB, 50, MIB)),
-        Item(Path("/ws/code/new"), "code", Size(MIB, 50, MIB)),
+        DiskItem(Path("/ws/code/old"), "code", DiskSize(MIB, 50, MIB)),
+        DiskItem(Path("/ws/code/new"), "code", DiskSize(MIB, 50, MIB)),
         grpo_1=RUNNING,
         sft_1=DONE,
     )
@@ -66,13 +68,13 @@ def everything() -> Stock:
 def test_what_costs_least_goes_first_and_steps_by_number() -> None:
     found = plan_reclaim(everything(), None)
     assert [(c.rank, c.path.name) for c in found] == [
-        (Rank.LEFTOVER, ".tmp-step-00000009-a1"),
-        (Rank.SUPERSEDED, "0001"),
-        (Rank.FINISHED, "step-00000007"),
-        (Rank.OLDER, "step-00000009"),
-        (Rank.OLDER, "step-00000050"),
-        (Rank.CODE, "old"),
-        (Rank.WEIGHTS, "output"),
+        (ReclaimOrder.LEFTOVER, ".tmp-step-00000009-a1"),
+        (ReclaimOrder.SUPERSEDED, "0001"),
+        (ReclaimOrder.FINISHED, "step-00000007"),
+        (ReclaimOrder.OLDER, "step-00000009"),
+        (ReclaimOrder.OLDER, "step-00000050"),
+        (ReclaimOrder.CODE, "old"),
+        (ReclaimOrder.WEIGHTS, "output"),
     ]
 
 
@@ -80,21 +82,23 @@ def test_no_more_is_deleted_than_is_needed() -> None:
     assert names(plan_reclaim(everything(), 2 * MIB)) == [".tmp-step-00000009-a1", "0001"]
     assert plan_reclaim(everything(), 0) == []
     found = plan_reclaim(everything(), 1, need_inodes=20)
-    assert found[-1].rank is Rank.CODE
+    assert found[-1].rank is ReclaimOrder.CODE
     assert sum(c.inodes for c in found) >= 20
-    assert plan_reclaim(everything(), 16 * MIB)[-1].rank is Rank.WEIGHTS
-    assert plan_reclaim(everything(), 999 * MIB)[-1].rank is Rank.CODE, "no weights in vain"
+    assert plan_reclaim(everything(), 16 * MIB)[-1].rank is ReclaimOrder.WEIGHTS
+    assert plan_reclaim(everything(), 999 * MIB)[-1].rank is ReclaimOrder.CODE, "no weights in vain"
 
 
 def test_stored_judgements_go_last_and_oldest_first() -> None:
     """To judge again costs calls; all else that may go costs nothing, or a download."""
     names_ = ("old.sealed", "new.sealed", "busy.live")
-    files = [Item(Path("/ws/judgements") / n, "judgements", Size(MIB, 1, MIB)) for n in names_]
+    files = [
+        DiskItem(Path("/ws/judgements") / n, "judgements", DiskSize(MIB, 1, MIB)) for n in names_
+    ]
     base = everything()
     full = replace(base, items=(*files, *base.items))
     assert names(plan_reclaim(full, 17 * MIB))[-2:] == ["output", "old.sealed"]
     assert names(plan_reclaim(full, 18 * MIB))[-2:] == ["old.sealed", "new.sealed"]
-    assert plan_reclaim(full, 999 * MIB)[-1].rank is Rank.CODE, "none is given up in vain"
+    assert plan_reclaim(full, 999 * MIB)[-1].rank is ReclaimOrder.CODE, "none is given up in vain"
     assert plan_reclaim(full, None) == plan_reclaim(base, None), "not without a need"
     assert names(plan_reclaim(full, 19 * MIB))[-1] == "busy.live", "another one is begun then"
     asked = plan_reclaim(full, None, judgements=True)
@@ -116,7 +120,7 @@ def test_stored_judgements_go_last_and_oldest_first() -> None:
     ],
 )
 def test_weights_stay_when_they_are(change: dict[str, Any]) -> None:
-    assert [c.rank for c in plan_reclaim(stock(sft_1=DONE), None)] == [Rank.WEIGHTS]
+    assert [c.rank for c in plan_reclaim(stock(sft_1=DONE), None)] == [ReclaimOrder.WEIGHTS]
     assert plan_reclaim(stock(sft_1=replace(DONE, **change)), None) == []
 
 
@@ -180,12 +184,12 @@ items = st.lists(
 
 @given(st.data(), items, st.fixed_dictionaries(dict.fromkeys(STAGES, facts)), st.integers(0, 20))
 def test_whatever_lies_there_the_protected_stays(
-    data: st.DataObject, found: list[Item], stages: dict[str, StageFacts], need: int
+    data: st.DataObject, found: list[DiskItem], stages: dict[str, StageFacts], need: int
 ) -> None:
     checkpoints = [i for i in found if i.step is not None]
     complete = frozenset(i.path for i in checkpoints if data.draw(st.booleans()))
     wanted = data.draw(st.sampled_from([None, need * MIB]))
-    chosen = plan_reclaim(Stock(tuple(found), stages, complete), wanted)
+    chosen = plan_reclaim(Inventory(tuple(found), stages, complete), wanted)
     gone = {c.path for c in chosen if c.weights is None}
     for stage_id, about in stages.items():
         own = [c for c in chosen if c.stage_id == stage_id]
@@ -201,6 +205,6 @@ def test_whatever_lies_there_the_protected_stays(
             assert not about.leased
             assert not about.needed_by
         if about.leased:
-            assert not any(c.rank in (Rank.WEIGHTS, Rank.SUPERSEDED) for c in own)
+            assert not any(c.rank in (ReclaimOrder.WEIGHTS, ReclaimOrder.SUPERSEDED) for c in own)
     kept = [i.path for i in found if i.kind in ("rollouts", "logs", "records")]
     assert not gone & set(kept)

@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from infra.disk.probe import (
-    Limit,
+    FreeSpace,
+    ProbeError,
     Prober,
     Quota,
-    Room,
-    ToolFailed,
+    QuotaLimit,
     parse_btrfs_qgroups,
     parse_mmlsquota,
     parse_quota,
@@ -22,7 +22,7 @@ from infra.disk.probe import (
     parse_with_pattern,
     parse_xfs_quota,
 )
-from infra.disk.usage import Size
+from infra.disk.usage import DiskSize
 from infra.host.files import Mount, mount_of
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -85,8 +85,8 @@ SITE_PATTERN = (
 
 def test_a_site_s_own_tool_is_read_by_a_pattern() -> None:
     (quota,) = parse_with_pattern(output("site-tool.txt"), SITE_PATTERN)
-    assert quota.bytes == Limit(int(56.3 * GIB), hard=60 * GIB)
-    assert quota.inodes == Limit(1204551, hard=2000000)
+    assert quota.bytes == QuotaLimit(int(56.3 * GIB), hard=60 * GIB)
+    assert quota.inodes == QuotaLimit(1204551, hard=2000000)
     (quota,) = parse_with_pattern("left: 3 TB", r"left: (?P<free>.*)")
     assert quota.bytes.free == 3 * 10**12
 
@@ -131,14 +131,16 @@ class Tools:
     def __call__(self, command: Sequence[str]) -> str:
         self.asked.append(" ".join(command))
         if command[0] not in self.answers:
-            raise ToolFailed(f"{command[0]} is not installed")
+            raise ProbeError(f"{command[0]} is not installed")
         return self.answers[command[0]]
 
 
-def look(tools: Tools, kind: str, tmp_path: Path, source: str = "", **config: object) -> Room:
+def look(tools: Tools, kind: str, tmp_path: Path, source: str = "", **config: object) -> FreeSpace:
     settings = DiskConfig(**config)  # type: ignore[arg-type]
     mount = Mount(Path("/scratch"), kind, source)
-    return Prober(tmp_path, settings, run=tools, mount=mount, measure=lambda: Size(700, 7)).look()
+    return Prober(
+        tmp_path, settings, run=tools, mount=mount, measure=lambda: DiskSize(700, 7)
+    ).look()
 
 
 def test_lustre_is_asked_on_lustre_and_the_tightest_wins(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_a_failing_tool_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureF
     def only_user(command: Sequence[str]) -> str:
         if "-u" in command:
             return output("lfs-user.txt")
-        raise ToolFailed("refused")
+        raise ProbeError("refused")
 
     prober = Prober(tmp_path, DiskConfig(), run=only_user, mount=Mount(Path("/"), "lustre", ""))
     assert prober.look().free_bytes == (8912896 - 8388608) * KIB

@@ -26,7 +26,7 @@ from refiner_core.contract.records import StageSpec
 from refiner_core.environments.checking import check_environment
 from refiner_core.environments.protocol import FAILURES, row_of_task
 from refiner_core.environments.registry import load_own
-from refiner_core.training.rollouts.episodes import EpisodeLane
+from refiner_core.training.rollouts.multi_turn import MultiTurnTask
 from tests.support.stage_io import FolderStageIO
 
 README = Path(refiner_core.environments.__file__).with_name("README.md").read_text()
@@ -142,7 +142,7 @@ def test_partial_credit_of_an_unknown_domain_is_refused_in_training() -> None:
         RecipeConfig(),
         {"environment.name": f"{OWN}:Lamps", "environment.shaping.alpha_by_domain": ["lamp=2"]},
     )
-    lane = EpisodeLane(config, None, None, samples=True)
+    lane = MultiTurnTask(config, None, None, samples=True)
     assert lane.environment is not None
     rows = [row_of_task(task, (1, 2, 3)) for task in lane.environment.tasks("train")]
     with pytest.raises(ConfigurationError, match="'lamp', which is not a domain"):

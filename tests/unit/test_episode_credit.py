@@ -14,9 +14,9 @@ from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.training.engines.plain import PlainEngine
-from refiner_core.training.model.loading import Loaded
-from refiner_core.training.rollouts.episodes import form_episode_groups
-from refiner_core.training.rollouts.rollout import Sampled, TrainSample
+from refiner_core.training.model.loading import LoadedModel
+from refiner_core.training.rollouts.multi_turn import form_episode_groups
+from refiner_core.training.rollouts.rollout import RolloutSample, TrainSample
 from refiner_core.training.updates import GrpoUpdate
 from tests.support.tiny_training import VOCABULARY, recipe, tiny_model, tiny_tokenizer
 
@@ -51,7 +51,7 @@ def batch(weight: float = 1.0) -> Any:
     ]
     records = [record(0.0, p) for p in (0.0, 1.0, 0.5, 0.0, 1.0, 0.0)]
     totals = [0.0, 1.4, 0.2, None, 1.4, 0.0]
-    samples = [Sampled(i // 2, i % 2, prompts[i // 2], completion(2), "") for i in range(6)]
+    samples = [RolloutSample(i // 2, i % 2, prompts[i // 2], completion(2), "") for i in range(6)]
     results = [RewardResult("scored", total, {}) for total in totals]
     return form_episode_groups(samples, results, records, grpo, lambda _: weight)
 
@@ -182,7 +182,7 @@ def updated(samples: list[TrainSample], grpo: GrpoConfig, *, share: bool = True)
             )
             return super().step(factor)
 
-    loaded = Loaded(model, tiny_tokenizer(), share, balance=50.0)
+    loaded = LoadedModel(model, tiny_tokenizer(), share, balance=50.0)
     engine = Kept(loaded, ModelConfig(), learning_rate=grpo.learning_rate)
     metrics = GrpoUpdate(engine, reference, grpo, 7, longest=50).run(samples, step=1, factor=1.0)
     return metrics, gradients, model, reference

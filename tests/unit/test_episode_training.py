@@ -19,7 +19,7 @@ from refiner_core.contract.sections.environment import ShapingConfig
 from refiner_core.contract.sections.training import CurriculumConfig
 from refiner_core.environments.protocol import record_from_json
 from refiner_core.environments.scoring import shaped_reward
-from refiner_core.training.grpo import open_lane
+from refiner_core.training.grpo import open_turns
 from tests.support.counting import CountingEpisode
 from tests.support.episode_training import (
     CallingSampler,
@@ -286,4 +286,4 @@ def test_what_cannot_work_is_refused_before_anything_is_sampled(
 def test_a_rank_that_samples_needs_the_judge_of_its_environment():
     config = recipe({"nl_assertions": "judge"})
     with pytest.raises(UnsupportedError, match="one process of a stage has it"):
-        open_lane(config, judge=None, environment=None, samples=True)
+        open_turns(config, judge=None, environment=None, samples=True)

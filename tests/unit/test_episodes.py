@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from refiner_core.contract.config import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
 from refiner_core.contract.fingerprint import derive_seed
-from refiner_core.contract.types import Completion, SamplingParams, TurnDesk
+from refiner_core.contract.types import Completion, SamplingParams, TurnScheduler
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.episodes import (
     EpisodeRequest,
@@ -435,7 +435,7 @@ class Broken:
     def __init__(self, error: Exception | None) -> None:
         self.error = error
 
-    def turns(self, desk: TurnDesk) -> None:
+    def turns(self, desk: TurnScheduler) -> None:
         desk.take(4, wait=True)
         if self.error is not None:
             raise self.error

@@ -27,8 +27,8 @@ from refiner_core.evaluation.protocol import make_protocol
 from refiner_core.evaluation.results import compare_results, load_results
 from refiner_core.evaluation.run import evaluate_model
 from refiner_core.judges import LexicalJudge
+from refiner_core.judges.context import JudgeContext, MemoryStore
 from refiner_core.judges.openai import OpenAIJudge
-from refiner_core.judges.surroundings import MemoryStore, Surroundings
 from tests.support.judge_server import JudgeServer, score
 from tests.support.rewarding import ScriptedJudge
 from tests.support.stage_io import FolderStageIO
@@ -383,7 +383,7 @@ def test_a_judge_that_drifts_shows_in_the_fresh_reference(bench: Bench) -> None:
             served = JudgeConfig(
                 kind="openai", model="m", base_url=server.base_url, structured_output="none"
             )
-            with OpenAIJudge(served, Surroundings(store=store)) as judge:
+            with OpenAIJudge(served, JudgeContext(store=store)) as judge:
                 folder, _ = bench.run(
                     name, config=replace(CONFIG, judge=served), judge=judge, mark=name
                 )

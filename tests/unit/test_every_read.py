@@ -21,9 +21,9 @@ from infra.attempt.attempt import AttemptRun
 from infra.jobs.failures import CLASSES
 from infra.store.atomic import TEMPORARY
 from infra.store.checkpoints import DAMAGED
-from infra.store.workspace import Claim, Workspace
+from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.errors import Interrupted, RefinerError
-from refiner_core.contract.records import Outcome, StageResult
+from refiner_core.contract.records import AttemptOutcome, StageResult
 from tests.support.command import wait_until
 from tests.support.fake_worker import work
 from tests.support.faulty_disk import FaultyDisk
@@ -72,7 +72,7 @@ def check_undisturbed(root: Path, expected: Story) -> None:
     assert story(root, STAGE) == expected
     record = Workspace.read_only(root).read_record(STAGE.id)
     assert [a.number for a in record.attempts] == [1, 2]
-    assert record.attempts[-1].outcome == Outcome("none", "finish")
+    assert record.attempts[-1].outcome == AttemptOutcome("none", "finish")
     assert record.attempts[-1].resumed_from_step == 2
     assert list(root.rglob(DAMAGED)) == []
 
@@ -86,7 +86,7 @@ def check_nothing_is_lost(root: Path, code: int | None) -> None:
     record = Workspace.read_only(root).read_record(STAGE.id)
     last = record.attempts[-1]
     if record.result is not None:
-        assert last.outcome == Outcome("none", "finish")
+        assert last.outcome == AttemptOutcome("none", "finish")
     elif last.number > 1 and last.outcome is not None:
         assert last.outcome.decision == "resume", last.outcome
         assert last.outcome.failure != "bug", last.outcome
@@ -143,10 +143,10 @@ def test_a_heartbeat_goes_on(begun: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     with reads.mounted(), run:
         wait_until(lambda: len(reads.operations) > 40 and beats() > 3, "a heartbeat", 60)
-        workspace.ask_stop(STAGE.id, 2, "interrupted", "a test")
-        assert not run.stop_asked
-        reads.mend()
-        wait_until(lambda: run.stop_asked, "the request", 60)
+        workspace.request_stop_of(STAGE.id, 2, "interrupted", "a test")
+        assert not run.stop_requested_by
+        reads.fix()
+        wait_until(lambda: run.stop_requested_by, "the request", 60)
         run.fail(Interrupted("stopped"))
 
 
@@ -175,7 +175,7 @@ def test_an_error_after_the_result_does_not_fail_a_finished_stage(
             run.fail(error)
     record = workspace.read_record(STAGE.id)
     assert record.state == "done"
-    assert record.attempts[-1].outcome == Outcome("none", "finish")
+    assert record.attempts[-1].outcome == AttemptOutcome("none", "finish")
 
 
 def claimed(begun: Path, folder: Path) -> tuple[Workspace, AttemptRun]:
@@ -183,5 +183,5 @@ def claimed(begun: Path, folder: Path) -> tuple[Workspace, AttemptRun]:
     shutil.copytree(begun, folder / "ws")
     workspace = Workspace.open(folder / "ws")
     inputs = {role: PLAN.by_name[name].id for role, name in STAGE.inputs.items()}
-    assert workspace.claim_attempt(STAGE, PLAN.config, inputs, Claim(OWNER, "local", 1))
+    assert workspace.claim_attempt(STAGE, PLAN.config, inputs, StageClaim(OWNER, "local", 1))
     return workspace, AttemptRun(workspace, STAGE.id, 2, own_log=False)

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from flows.running.following import Follower
-from infra.disk.keeper import DiskEvent, DiskKeeper, DiskWatch
+from infra.disk.manager import DiskEvent, DiskManager, DiskWatch
 from infra.host import files as reading
+from infra.jobs.dispatcher import AttemptRef, JobRequest, JobStatus, OpenAttempt
 from infra.jobs.failures import outcome_of
-from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.store import atomic
 from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder
@@ -52,7 +52,7 @@ class Prompt(Cluster):
     they are other processes'."""
 
     def __init__(self, workspace: Workspace, reads: FaultyReads) -> None:
-        super().__init__(sight="dead")
+        super().__init__(job_status="dead")
         self.workspace, self.reads = workspace, reads
         self.submitted: list[AttemptRef] = []
 
@@ -76,7 +76,7 @@ def to_its_end(step: Callable[[], bool], reads: FaultyReads, met: Callable[[], b
     while not step():
         rounds += 1
         if met() or rounds > 40:
-            reads.mend()
+            reads.fix()
         time.sleep(0.001)
         assert time.monotonic() < deadline, "it never ended"
 
@@ -97,7 +97,7 @@ def rounds(
             campaign.begin()
         except OSError:  # what cannot even be recorded is refused, and asked for again
             assert lasting == "from then on"
-            reads.mend()
+            reads.fix()
             campaign.begin()
         to_its_end(campaign.step, reads, lambda: any(m.outage.reason for m in campaign.members))
     return campaign, cluster
@@ -166,7 +166,7 @@ class SoundJobs(Jobs):
         with self.reads.sound():
             return super().submit(requests)
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         with self.reads.sound():
             return super().look(attempts)
 
@@ -244,7 +244,7 @@ def test_a_follower_gets_every_event_whichever_read_fails(tmp_path: Path) -> Non
     def look() -> Any:
         follower = Follower(workspace, "r", {})
         follower.look()
-        return [event["event"] for event in follower.news()]
+        return [event["event"] for event in follower.new_events()]
 
     each_may_fail_once(tmp_path, look, ["short", "room"])
 
@@ -255,8 +255,8 @@ def test_the_watch_of_the_disk_survives_failing_reads(tmp_path: Path) -> None:
     reads = FaultyReads(tmp_path, 1, errno.EIO, "from then on", thread="disk watch")
     told: list[DiskEvent] = []
     needs = [0]
-    with reads.mounted(), DiskWatch(DiskKeeper(workspace, config), lambda: needs[0], told.append):
+    with reads.mounted(), DiskWatch(DiskManager(workspace, config), lambda: needs[0], told.append):
         wait_until(lambda: len(reads.operations) > 20, "reads", 60)
-        reads.mend()
+        reads.fix()
         needs[0] = 1 << 60
         wait_until(lambda: any(event.kind == "short" for event in told), "a shortage", 60)

@@ -22,7 +22,7 @@ from infra.store.atomic import TEMPORARY
 from infra.store.traces import read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.contract.records import Outcome
+from refiner_core.contract.records import AttemptOutcome
 from tests.support.command import ROOT
 from tests.support.faulty_disk import Fault, FaultyDisk, Killed
 from tests.support.one_life import (
@@ -78,7 +78,7 @@ def check_what_is_left(root: Path, *, killed: bool, code: int | None) -> None:
         assert record.state in ("claimed", "done")
     elif record.result is not None or code == 0:
         assert (record.state, code) == ("done", 0)
-        assert outcome == Outcome("none", "finish")
+        assert outcome == AttemptOutcome("none", "finish")
     else:
         assert code in (5, None)
         if outcome is not None:

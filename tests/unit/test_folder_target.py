@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.publishing import FolderTarget, Published, report_of
+from infra.publishing import FolderTarget, PublishedFiles, report_of
 from infra.store.stage_records import target_damage
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, NoSpaceError
@@ -40,7 +40,7 @@ def test_a_published_folder_has_the_layout_of_the_hub(root: Path, tmp_path: Path
     last = publication(tmp_path, 100, final=True)
     target = FolderTarget(root, FINAL)
     published = target.publish(last, told.append)
-    assert published == Published("folder", str(root / REPO), "main", published.files, ALL)
+    assert published == PublishedFiles("folder", str(root / REPO), "main", published.files, ALL)
     assert names(root / REPO) == set(ALL)
     assert names(root / "me") == {"model"}, "no temporary folder is left"
     assert (told[-1].done, told[-1].total) == (4, 4)

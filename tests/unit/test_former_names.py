@@ -9,14 +9,15 @@ import pytest
 
 from flows import api
 from flows.cli.main import main
+from flows.former import API_NAMES
 from refiner_core.contract.config import NotifyConfig, RecipeConfig
 from refiner_core.contract.loading import load_recipe, warn_former
 from refiner_core.contract.records import from_json, to_json
-from refiner_core.contract.sections.steering import Alarm, alarms_of
+from refiner_core.contract.sections.steering import NotifyChannel, alarms_of
 from tests.support.nightly import NightLab
 
 
-@pytest.mark.parametrize(("former", "now"), list(api._FORMER.items()))
+@pytest.mark.parametrize(("former", "now"), list(API_NAMES.items()))
 def test_a_name_of_the_api(former: str, now: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"{former} is {now} now"):
         assert getattr(api, former) is getattr(api, now)
@@ -47,7 +48,7 @@ def test_fields_of_recipes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     recipe.write_text("notify: {prefect: true, webhook: TEAM_HOOK, 'on': [failed, resumed]}")
     notify = load_recipe(str(recipe)).notify
     assert notify == NotifyConfig(on=("failed",), webhook="TEAM_HOOK")
-    assert alarms_of(notify) == (Alarm("url", "TEAM_HOOK"),)
+    assert alarms_of(notify) == (NotifyChannel("url", "TEAM_HOOK"),)
     assert [r.message.partition(" ")[0] for r in caplog.records] == [
         "notify.prefect",
         "notify.webhook",
@@ -61,7 +62,7 @@ def test_fields_of_recipes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 def test_keys_of_nightly_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     warn_former.cache_clear()
     lab = NightLab(tmp_path, alerts="channels: [{prefect: true}, {webhook: LAB_HOOK}]\ncatch_up: 3")
-    assert lab.nightly.alerts.alarms == (Alarm("url", "LAB_HOOK"),)
+    assert lab.nightly.alerts.alarms == (NotifyChannel("url", "LAB_HOOK"),)
     assert [r.message.partition(" ")[0] for r in caplog.records] == [
         "catch_up",
         "alerts.channels.prefect",

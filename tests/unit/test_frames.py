@@ -15,7 +15,7 @@ import pytest
 from flows import api
 from flows.frames.columns import TABLES
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.records import Outcome
+from refiner_core.contract.records import AttemptOutcome
 from tests.support.recorded_run import RecordedRun
 from tests.support.recorded_sweep import RecordedSweep
 
@@ -26,7 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     run = RecordedRun(tmp_path_factory.mktemp("frames") / "runs")
     run.data()
     run.train("sft")
-    run.fail("grpo", Outcome("preempted", "resume", "the node was taken", step=2))
+    run.fail("grpo", AttemptOutcome("preempted", "resume", "the node was taken", step=2))
     run.train("grpo")
     attempt = run.workspace.layout.attempt(run.stage("grpo").id, 2)
     lines = [

@@ -16,7 +16,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.metrics import load_samples, write_samples
 from refiner_core.report.sweep.comparing import make_report
-from refiner_core.report.sweep.document import SweepReport
+from refiner_core.report.sweep.sweep_report import SweepReport
 from tests.support.recorded_sweep import RecordedSweep
 
 ARMS = ("base", "more", "lenient", "gone")

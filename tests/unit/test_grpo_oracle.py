@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.training.engines.plain import PlainEngine
-from refiner_core.training.model.loading import Loaded
+from refiner_core.training.model.loading import LoadedModel
 from refiner_core.training.rollouts.rollout import TrainSample, group_advantages
 from refiner_core.training.updates import GrpoUpdate
 from tests.support.tiny_training import (
@@ -84,7 +84,7 @@ class Noting(PlainEngine):
 
 
 def engine_over(model: Any, learning_rate: float, share_prompts: bool = True) -> Noting:
-    loaded = Loaded(model, tiny_tokenizer(), share_prompts, balance=50.0)
+    loaded = LoadedModel(model, tiny_tokenizer(), share_prompts, balance=50.0)
     return Noting(loaded, ModelConfig(), learning_rate=learning_rate)
 
 

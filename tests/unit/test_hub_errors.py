@@ -14,7 +14,14 @@ from huggingface_hub import errors as theirs
 from infra.host.secrets import masked
 from infra.hub import client
 from infra.hub.client import operations
-from infra.hub.errors import Moved, Patience, in_our_words, refused, rejection, translated
+from infra.hub.errors import (
+    RevisionConflict,
+    TimeBudget,
+    in_our_words,
+    refused,
+    rejection,
+    translated,
+)
 from infra.publishing import FileToPublish
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, Interrupted
 from refiner_core.contract.types import Progress
@@ -29,8 +36,10 @@ class Time:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def patience(self, limit_s: float, should_stop: Callable[[], bool] = lambda: False) -> Patience:
-        return Patience(
+    def patience(
+        self, limit_s: float, should_stop: Callable[[], bool] = lambda: False
+    ) -> TimeBudget:
+        return TimeBudget(
             limit_s, should_stop, clock=lambda: self.now, sleep=self.sleep, draw=lambda: 0.5
         )
 
@@ -170,8 +179,8 @@ def test_other_errors_pass_through() -> None:
         assert rejection(error) is None
         with pytest.raises(type(error)), in_our_words("sending files", "lab/model"):
             raise error
-    with pytest.raises(Moved), in_our_words("sending files", "lab/model"):
-        raise Moved("main has moved on") from answer(503)
+    with pytest.raises(RevisionConflict), in_our_words("sending files", "lab/model"):
+        raise RevisionConflict("main has moved on") from answer(503)
     ours = HubOutage("what", expected="this", fix="that")
     assert translated(ours, "sending files", "lab/model") is ours
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refiner_core.contract.types import Endpoint
-from refiner_core.http.fleet import BreakerSettings, Fleet, Server, Trouble
+from refiner_core.http.fleet import BreakerSettings, Fleet, FleetServer, Trouble
 
 NONE: Trouble = "none"
 BUSY: Trouble = "busy"
@@ -24,8 +24,8 @@ class Clock:
         return self.now
 
 
-def closed(clock: Clock, settings: BreakerSettings) -> Server:
-    return Server(Endpoint("http://node:80/v1"), clock, settings)
+def closed(clock: Clock, settings: BreakerSettings) -> FleetServer:
+    return FleetServer(Endpoint("http://node:80/v1"), clock, settings)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([SICK, GONE, BUSY])), max_size=200))
@@ -74,12 +74,12 @@ def fleet(count: int, clock: Clock | None = None, threshold: int = 2) -> Fleet:
     return made
 
 
-def end(fleet: Fleet, server: Server, call: str, trouble: Trouble) -> bool:
+def end(fleet: Fleet, server: FleetServer, call: str, trouble: Trouble) -> bool:
     trial = fleet.begins(server)
     return fleet.ended(server, call, trouble, trial=trial)
 
 
-def kill(fleet: Fleet, server: Server) -> None:
+def kill(fleet: Fleet, server: FleetServer) -> None:
     for n in range(5):
         end(fleet, server, f"killed {n}", GONE)
 

@@ -22,7 +22,14 @@ from refiner_core.contract.records import StageSpec
 from refiner_core.contract.types import Judgement, JudgeRequest
 from refiner_core.judges import calls as parsing
 from refiner_core.judges import judge_prompts_digest, parse_judgement
-from refiner_core.judges.calls import Call, Reply, parse_batch, plan_calls, read_reply, request_body
+from refiner_core.judges.calls import (
+    ChatCall,
+    Reply,
+    parse_batch,
+    plan_calls,
+    read_reply,
+    request_body,
+)
 from refiner_core.judges.prompting import fence, load_judge_prompts
 
 V1 = Path(parsing.__file__).parent / "prompts" / "v1"
@@ -273,7 +280,7 @@ def test_schemas_are_strict_and_name_the_allowed_scores() -> None:
 # ---------------------------------------------------------------- replies
 
 
-def one_call(config: JudgeConfig = SINGLE, count: int = 1) -> Call:
+def one_call(config: JudgeConfig = SINGLE, count: int = 1) -> ChatCall:
     (call,) = plan_calls(rubrics(count), config)
     return call
 

@@ -18,7 +18,7 @@ from refiner_core.contract.types import JudgeRequest, PromptRow
 from refiner_core.judge_report.build import judge_report, markdown, report_json
 from refiner_core.judge_report.material import (
     Attack,
-    Item,
+    JudgedItem,
     run_material,
     shipped_attacks,
     shipped_material,
@@ -201,10 +201,10 @@ def test_answers_of_a_run_are_asked_about_as_in_training() -> None:
 # ---------------------------------------------------------------- measures
 
 
-def items(count: int, *, answers: int = 1, kind: Any = "rubric") -> list[Item]:
+def items(count: int, *, answers: int = 1, kind: Any = "rubric") -> list[JudgedItem]:
     """``count`` questions to a judge on each answer, about as many questions as answers."""
     return [
-        Item(f"q{a}", f"a{a}", JudgeRequest(kind, f"q{a}", f"text {a}", f"criterion {c}"))
+        JudgedItem(f"q{a}", f"a{a}", JudgeRequest(kind, f"q{a}", f"text {a}", f"criterion {c}"))
         for a in range(answers)
         for c in range(count)
     ]

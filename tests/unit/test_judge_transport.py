@@ -25,8 +25,8 @@ from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, Strea
 from refiner_core.http.client import retry_after_s
 from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges import build_judge
+from refiner_core.judges.context import JudgeContext
 from refiner_core.judges.openai import OpenAIJudge
-from refiner_core.judges.surroundings import Surroundings
 from tests.support.judge_server import JudgeServer, Reply, completion, score
 
 RUBRIC = JudgeRequest("rubric", "Which crop?", "The crop is wheat.", "Names the crop")
@@ -47,7 +47,7 @@ def made() -> Iterator[list[OpenAIJudge]]:
 @pytest.fixture
 def judge_at(made: list[OpenAIJudge]) -> Any:
     def make(
-        base_url: str | None, around: Surroundings | None = None, **changes: Any
+        base_url: str | None, around: JudgeContext | None = None, **changes: Any
     ) -> OpenAIJudge:
         config = JudgeConfig(kind="openai", model="m", base_url=base_url, max_retries=2)
         quick = {"timeout_s": 20.0, "structured_output": "none"}
@@ -310,7 +310,7 @@ def test_the_key_comes_from_the_environment_and_shows_nowhere(
 def test_an_endpoint_may_bring_its_own_key(monkeypatch: pytest.MonkeyPatch, judge_at: Any) -> None:
     monkeypatch.setenv("REFINER_JUDGE_API_KEY", "sk-environment")
     with JudgeServer(lambda body, call: score(2)) as server:
-        served = Surroundings(endpoints=lambda: [Endpoint(server.base_url, "sk-endpoint")])
+        served = JudgeContext(endpoints=lambda: [Endpoint(server.base_url, "sk-endpoint")])
         judge_at(None, served).judge([RUBRIC])
         judge_at(server.base_url).judge([RUBRIC])
     keys = [headers["Authorization"] for headers in server.headers]
@@ -328,7 +328,7 @@ def test_a_judge_without_an_address_is_refused(base_url: str | None) -> None:
 
 def test_without_a_server_a_judge_waits_and_then_reports_an_outage(judge_at: Any) -> None:
     told: list[str] = []
-    judge = judge_at(NOBODY, Surroundings(on_pause=told.append), outage_patience_s=0.6)
+    judge = judge_at(NOBODY, JudgeContext(on_pause=told.append), outage_patience_s=0.6)
     started = time.monotonic()
     with pytest.raises(JudgeOutage, match=r"127\.0\.0\.1:9.*outage_patience_s") as outage:
         judge.judge(requests(3))
@@ -342,7 +342,7 @@ def test_without_a_server_a_judge_waits_and_then_reports_an_outage(judge_at: Any
 
 def test_a_stop_ends_the_wait_for_servers(judge_at: Any) -> None:
     stop = threading.Event()
-    around = Surroundings(should_stop=stop.is_set, on_pause=lambda text: stop.set())
+    around = JudgeContext(should_stop=stop.is_set, on_pause=lambda text: stop.set())
     judge = judge_at(NOBODY, around, outage_patience_s=3600.0)
     with pytest.raises(Interrupted):
         judge.judge(requests(9))
@@ -357,7 +357,7 @@ def test_a_server_that_comes_back_elsewhere_is_found(judge_at: Any) -> None:
             asked.append(NOBODY if not asked else server.base_url)
             return [Endpoint(asked[-1])]
 
-        judge = judge_at(None, Surroundings(endpoints=endpoints), outage_patience_s=30.0)
+        judge = judge_at(None, JudgeContext(endpoints=endpoints), outage_patience_s=30.0)
         assert {j.score for j in judge.judge(requests(8))} == {1.0}
     usage = judge.usage()
     assert usage.answers == {200: 8}
@@ -374,7 +374,7 @@ def test_a_pause_does_not_use_up_deadlines(judge_at: Any) -> None:
             return [Endpoint(server.base_url if time.monotonic() > back_at else NOBODY)]
 
         limits = {"timeout_s": 1.0, "batch_timeout_s": 1.5}
-        judge = judge_at(None, Surroundings(endpoints=endpoints), **limits)
+        judge = judge_at(None, JudgeContext(endpoints=endpoints), **limits)
         assert [j.score for j in judge.judge(requests(3))] == [1.0] * 3
     assert judge.usage().paused_s > 1.0
 
@@ -393,7 +393,7 @@ def test_a_server_that_dies_without_closing_connections_fails_nothing(judge_at: 
             back.set()
             server.models_delay_s = 0.0
 
-        judge = judge_at(server.base_url, Surroundings(on_pause=pause), timeout_s=1.0)
+        judge = judge_at(server.base_url, JudgeContext(on_pause=pause), timeout_s=1.0)
         assert [j.score for j in judge.judge(requests(8))] == [1.0] * 8
     assert judge.usage().lost["timeout"] >= 8
     assert judge.usage().failed == 0

@@ -23,7 +23,7 @@ from infra.judgements.segments import (
     list_segments,
     summarise,
 )
-from infra.judgements.store import Table, WorkspaceStore, decode
+from infra.judgements.store import JudgementIndex, WorkspaceStore, decode
 from refiner_core.contract.types import StoredJudgement
 from tests.support.faulty_disk import FaultyDisk
 
@@ -118,7 +118,7 @@ def test_a_table_is_a_dictionary(puts: list[tuple[int, int]], data: st.DataObjec
     """Keys that share their first half, many small batches, the same key again."""
     keys = [struct.pack("<QQ", a, b) for a, b in puts]
     values = {k: StoredJudgement(b / 3, a, b) for k, (a, b) in zip(keys, puts, strict=True)}
-    table = Table()
+    table = JudgementIndex()
     while keys:
         part, keys = keys[: (n := data.draw(st.integers(1, 9)))], keys[n:]
         if data.draw(st.booleans()):

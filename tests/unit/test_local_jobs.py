@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.jobs.dispatch import LocalDispatcher
-from infra.jobs.protocol import JobRequest, JobSight, OpenAttempt, WorkerCommand
+from infra.jobs.dispatcher import JobRequest, JobStatus, OpenAttempt, WorkerCommand
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import Resources
 from tests.support.plans import claim, small_plan
@@ -21,7 +21,7 @@ sys.exit({code})
 """
 
 
-def end_of(tmp_path: Path, gpus: int = 0, code: int = 0) -> tuple[str, JobSight]:
+def end_of(tmp_path: Path, gpus: int = 0, code: int = 0) -> tuple[str, JobStatus]:
     """What a worker that never takes its attempt prints, and how its job looks when it has ended;
     or with what it was refused."""
     workspace = Workspace.open(tmp_path / "ws")
@@ -38,7 +38,7 @@ def end_of(tmp_path: Path, gpus: int = 0, code: int = 0) -> tuple[str, JobSight]
         attempt = workspace.read_attempt(stage.id, 1)
         assert attempt is not None
         seen = local.look([OpenAttempt(request.ref, replace(attempt, owner="x:1:1.00"))])
-        if seen[request.ref].sight == "dead":
+        if seen[request.ref].job_status == "dead":
             return workspace.layout.attempt(stage.id, 1).printed.read_text(), seen[request.ref]
         time.sleep(0.02)
     raise AssertionError("it never ended")

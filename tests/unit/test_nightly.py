@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.nightly.checkpoints import NothingYet, resolve
+from flows.nightly.checkpoints import CheckpointNotReady, resolve
 from flows.nightly.history import status_json
 from flows.nightly.night import check_nightly, due_night, load_nightly, run_night, shipped_nightlies
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.nightly.definition import Checkpoint, Source
+from refiner_core.nightly.definition import Checkpoint, CheckpointSource
 from refiner_core.nightly.page import VIEWS, trend_page
 from tests.support.git_hub import LoopbackHub
 from tests.support.hook import Hook
@@ -248,8 +248,8 @@ def test_a_night_that_has_passed_is_not_evaluated_any_more(lab: NightLab) -> Non
 
 def test_the_newest_of_a_run_is_what_has_come_furthest(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs", "publish.which=every-save")
-    newest = Checkpoint("newest", Source("newest", "recipe tiny"))
-    with pytest.raises(NothingYet, match="finished"):
+    newest = Checkpoint("newest", CheckpointSource("newest", "recipe tiny"))
+    with pytest.raises(CheckpointNotReady, match="finished"):
         resolve(newest, run.workspace)
     run.data()
     run.train("sft")
@@ -261,12 +261,12 @@ def test_the_newest_of_a_run_is_what_has_come_furthest(tmp_path: Path) -> None:
     last = resolve(newest, run.workspace)
     assert run.stage("grpo").id in last.what
     assert last.digest != step.digest
-    of_run = Checkpoint("newest", Source("newest", f"run {run.run.run}"))
+    of_run = Checkpoint("newest", CheckpointSource("newest", f"run {run.run.run}"))
     assert resolve(of_run, run.workspace).digest == last.digest
-    stage = Checkpoint("sft", Source("stage", run.stage("sft").id))
+    stage = Checkpoint("sft", CheckpointSource("stage", run.stage("sft").id))
     assert resolve(stage, run.workspace).ref.endswith("/output/model")
     with pytest.raises(ConfigurationError, match="no finished stage"):
-        resolve(Checkpoint("x", Source("stage", "grpo-000000000000")), run.workspace)
+        resolve(Checkpoint("x", CheckpointSource("stage", "grpo-000000000000")), run.workspace)
 
 
 def test_a_branch_of_the_hub_means_the_commit_that_it_is_at(
@@ -284,10 +284,10 @@ def test_a_branch_of_the_hub_means_the_commit_that_it_is_at(
             path_or_fileobj=tmp_path / "config.json", path_in_repo="config.json", repo_id="me/model"
         )
         workspace = Workspace.open(tmp_path / "runs")
-        found = resolve(Checkpoint("m", Source("hub", "me/model", "main")), workspace)
+        found = resolve(Checkpoint("m", CheckpointSource("hub", "me/model", "main")), workspace)
         assert (found.revision, found.digest) == (made.oid, f"hub:me/model@{made.oid}")
         with pytest.raises(ConfigurationError, match="no revision 'nope'"):
-            resolve(Checkpoint("m", Source("hub", "me/model", "nope")), workspace)
+            resolve(Checkpoint("m", CheckpointSource("hub", "me/model", "nope")), workspace)
 
 
 def test_serving_starts_with_the_first_unfinished_night(lab: NightLab) -> None:

@@ -12,12 +12,12 @@ import pytest
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.nightly.changes import (
     Change,
-    Point,
+    NightPoint,
     Values,
     compare,
     night_noise,
     read_series,
-    worth_telling,
+    reportable,
 )
 from refiner_core.nightly.definition import Schedule
 
@@ -36,12 +36,12 @@ class Told(NamedTuple):
     model: list[Change]
 
 
-def series(rng: np.random.Generator, shared: Floats, own: Floats) -> list[Point]:
+def series(rng: np.random.Generator, shared: Floats, own: Floats) -> list[NightPoint]:
     """A fresh measurement each night: prompts differ, nights add ``shared`` and ``own``."""
     base = rng.uniform(0.2, 0.8, len(PROMPTS))
     noise = rng.normal(0, SPREAD, (len(shared), len(PROMPTS)))
     values = base + noise + (shared + own)[:, None]
-    return [Point(n, n, n, Values(PROMPTS, v)) for n, v in zip(NIGHTS, values, strict=False)]
+    return [NightPoint(n, n, n, Values(PROMPTS, v)) for n, v in zip(NIGHTS, values, strict=False)]
 
 
 def told(seed: int, nights: int = 60, *, own: Any = 0.0, shared: Any = 0.0) -> Told:
@@ -50,8 +50,8 @@ def told(seed: int, nights: int = 60, *, own: Any = 0.0, shared: Any = 0.0) -> T
     canary = series(rng, whole, np.zeros(nights))
     model = series(rng, whole, np.zeros(nights) + own)
     return Told(
-        worth_telling(read_series(canary, None)[0], "any", canary=True),
-        worth_telling(read_series(model, canary)[0], "any", canary=False),
+        reportable(read_series(canary, None)[0], "any", canary=True),
+        reportable(read_series(model, canary)[0], "any", canary=False),
     )
 
 
@@ -116,8 +116,8 @@ def test_only_the_relevant_direction_is_reported() -> None:
     canary = series(rng, np.zeros(40), np.zeros(40))
     better = read_series(series(rng, np.zeros(40), from_night(30, 12 * ERROR, 40)), canary)[0]
     assert [c.direction for c in better] == [1]
-    assert worth_telling(better, "drop", canary=False) == []
-    assert worth_telling(better, "rise", canary=False) == list(better)
+    assert reportable(better, "drop", canary=False) == []
+    assert reportable(better, "rise", canary=False) == list(better)
 
 
 def test_without_a_canary_no_change_of_the_model_is_claimed() -> None:
@@ -133,7 +133,7 @@ def test_the_canary_speaks_of_the_nights_in_which_numbers_were_made() -> None:
     rng = np.random.default_rng(1)
     canary = series(rng, from_night(10, 0.5, 20), np.zeros(20))
     first = series(rng, np.zeros(1), np.zeros(1))[0]
-    kept = [Point(n, NIGHTS[0], first.digest, first.values) for n in NIGHTS[:20]]
+    kept = [NightPoint(n, NIGHTS[0], first.digest, first.values) for n in NIGHTS[:20]]
     assert read_series(kept, canary)[0] == ()
 
 

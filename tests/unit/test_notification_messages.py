@@ -15,20 +15,20 @@ import pytest
 
 from flows.notifying import channels
 from flows.notifying import messages as words
-from flows.notifying.channels import ChannelFailed
-from flows.notifying.messages import Pauses, Sight, Topic
-from flows.notifying.watching import SweepWatching
+from flows.notifying.channels import ChannelError
+from flows.notifying.messages import Pauses, StageState, Topic
+from flows.notifying.notifiers import SweepNotifier
 from flows.running.calls import warn_of_silence
-from flows.sweeping.admission import TrialWord
+from flows.sweeping.admission import TrialVerdict
 from infra.store.layout import sweep_call
-from infra.store.orchestrators import Orchestrator
+from infra.store.orchestrators import OrchestratorProcess
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import NotifyConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import from_json, to_json
-from refiner_core.contract.sections.steering import Alarm
+from refiner_core.contract.sections.steering import NotifyChannel
 from refiner_core.contract.types import StageView
 from tests.support.command import wait_until
 from tests.support.hook import Hook
@@ -81,12 +81,12 @@ def test_a_message_is_short_and_has_no_credentials() -> None:
 # ---------------------------------------------------------------- pauses
 
 
-def told(pauses: Pauses, *sights: Sight, every_s: float = 10.0) -> list[float]:
+def told(pauses: Pauses, *sights: StageState, every_s: float = 10.0) -> list[float]:
     times = [number_ * every_s for number_ in range(len(sights))]
     return [t for t, s in zip(times, sights, strict=True) if pauses.look({"grpo": s}, t)]
 
 
-OUT, TRIES = Sight("judge_outage", "pauses after judge outage, 30 s more"), Sight()
+OUT, TRIES = StageState("judge_outage", "pauses after judge outage, 30 s more"), StageState()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,9 @@ OUT, TRIES = Sight("judge_outage", "pauses after judge outage, 30 s more"), Sigh
         ((OUT,) + (TRIES,) * 9, []),
     ],
 )
-def test_a_lasting_pause_is_reported_once(sights: tuple[Sight, ...], expected: list[float]) -> None:
+def test_a_lasting_pause_is_reported_once(
+    sights: tuple[StageState, ...], expected: list[float]
+) -> None:
     assert told(Pauses(30.0), *sights) == expected
 
 
@@ -111,8 +113,8 @@ class Sweep:
     def __init__(self, states: dict[str, str]) -> None:
         self.held, self.states = "", states
 
-    def standing(self) -> dict[str, TrialWord]:
-        return {n: TrialWord(s, f"grpo: {n} broke", f"run-{n}") for n, s in self.states.items()}  # type: ignore[arg-type]
+    def standing(self) -> dict[str, TrialVerdict]:
+        return {n: TrialVerdict(s, f"grpo: {n} broke", f"run-{n}") for n, s in self.states.items()}  # type: ignore[arg-type]
 
     def views(self) -> dict[str, StageView]:
         running = [name for name, state in self.states.items() if state == "running"]
@@ -139,12 +141,14 @@ class Watched(NamedTuple):
     """A sweep of four trials, its watcher, the messages, and the clock."""
 
     supervisor: Sweep
-    watching: SweepWatching
+    watching: SweepNotifier
     told: list[tuple[str, str]]
     clock: list[float]
 
 
-def watched(root: Path, states: dict[str, str], before: Orchestrator, resumed: bool) -> Watched:
+def watched(
+    root: Path, states: dict[str, str], before: OrchestratorProcess, resumed: bool
+) -> Watched:
     heard, clock, supervisor = Heard(), [0.0], Sweep(states)
     record = SimpleNamespace(recipe="tiny", started_at="")
     about = (
@@ -154,8 +158,8 @@ def watched(root: Path, states: dict[str, str], before: Orchestrator, resumed: b
         Workspace.open(root),
         before,
     )
-    watching = SweepWatching(
-        supervisor, *about, resumed=resumed, say=print, sender=heard, clock=lambda: clock[0]
+    watching = SweepNotifier(
+        supervisor, *about, resumed=resumed, print_line=print, sender=heard, clock=lambda: clock[0]
     )
     watching.show(supervisor.views())
     return Watched(supervisor, watching, heard.told, clock)
@@ -163,7 +167,7 @@ def watched(root: Path, states: dict[str, str], before: Orchestrator, resumed: b
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Watched:
-    return watched(tmp_path, dict.fromkeys("abcd", "running"), Orchestrator("none"), False)
+    return watched(tmp_path, dict.fromkeys("abcd", "running"), OrchestratorProcess("none"), False)
 
 
 def test_a_sweep_reports_its_first_failed_trial_and_the_others_at_the_end(
@@ -191,10 +195,10 @@ def test_a_held_sweep_is_reported_once(sweep: Watched) -> None:
 
 @pytest.mark.parametrize(
     ("before", "told_"),
-    [(Orchestrator("ended", exit_code=0), []), (Orchestrator("gone"), ["finished"])],
+    [(OrchestratorProcess("ended", exit_code=0), []), (OrchestratorProcess("gone"), ["finished"])],
 )
 def test_a_finished_sweep_is_reported_unless_it_was_before(
-    tmp_path: Path, before: Orchestrator, told_: list[str]
+    tmp_path: Path, before: OrchestratorProcess, told_: list[str]
 ) -> None:
     found = watched(tmp_path, dict.fromkeys("abcd", "done"), before, resumed=True)
     found.watching.over({})
@@ -254,9 +258,9 @@ def test_a_command_that_hangs_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "_COMMAND_S", 1.0)
-    alarm = Alarm("command", f"sleep 300 & echo $! > {tmp_path}/pid; wait")
+    alarm = NotifyChannel("command", f"sleep 300 & echo $! > {tmp_path}/pid; wait")
     message = words.stopped(TOPIC, "why")
-    with pytest.raises(ChannelFailed, match="did not end"):
+    with pytest.raises(ChannelError, match="did not end"):
         channels.send(alarm, message, show=False)
     child = int((tmp_path / "pid").read_text())
     # A killed child is gone when init has taken it in.
@@ -290,8 +294,8 @@ def test_a_failed_address_is_reported_without_the_address(
         free.bind(("127.0.0.1", 0))  # taken, and nobody listens
         text = text.format(port=free.getsockname()[1])
         file.write_text(text)
-        with pytest.raises(ChannelFailed, match=says) as refused:
-            channels.send(Alarm("url", str(file)), words.stopped(TOPIC, "why"))
+        with pytest.raises(ChannelError, match=says) as refused:
+            channels.send(NotifyChannel("url", str(file)), words.stopped(TOPIC, "why"))
     assert "secret-path" not in str(refused.value) + caplog.text
 
 
@@ -303,8 +307,8 @@ def test_a_failing_plugin_is_reported_without_the_address(
 
     monkeypatch.setattr(channels, "_refusal", broken)
     monkeypatch.setenv("TEAM_HOOK", "slack://secret-path")
-    with pytest.raises(ChannelFailed, match=r"TEAM_HOOK failed \(KeyError\)") as refused:
-        channels.send(Alarm("url", "TEAM_HOOK"), words.stopped(TOPIC, "why"))
+    with pytest.raises(ChannelError, match=r"TEAM_HOOK failed \(KeyError\)") as refused:
+        channels.send(NotifyChannel("url", "TEAM_HOOK"), words.stopped(TOPIC, "why"))
     assert "secret-path" not in "".join(traceback.format_exception(refused.value))
 
 
@@ -317,12 +321,12 @@ def test_an_address_gets_the_format_of_its_service_and_a_redirect_is_a_failure(
         plain = f"{hook.address}?key=a%20b&key2=c"
         both = f"{plain}\n{other.address.replace('http', 'json', 1)}"
         monkeypatch.setenv("TEAM_HOOK", both)
-        channels.send(Alarm("url", "TEAM_HOOK"), message)
+        channels.send(NotifyChannel("url", "TEAM_HOOK"), message)
         (body,) = hook.bodies
         text = f"{message['title']}\n{message['text']}"
         assert body == {**{k: v for k, v in message.items() if k != "version"}, "text": text}
         assert hook.paths == ["/secret-path?key=a%20b&key2=c"]
         assert [b["message"] for b in other.bodies] == [message["text"]] * 3, "as Apprise has it"
         hook.status = 302
-        with pytest.raises(ChannelFailed, match="Address 1 in TEAM_HOOK did not take"):
-            channels.send(Alarm("url", "TEAM_HOOK"), message)
+        with pytest.raises(ChannelError, match="Address 1 in TEAM_HOOK did not take"):
+            channels.send(NotifyChannel("url", "TEAM_HOOK"), message)

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from flows.cli.status import closing_lines
-from flows.running.status import Watcher
+from flows.running.status import RunWatcher
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import LocalDispatcher
-from infra.jobs.protocol import AttemptRef, JobRequest
+from infra.jobs.dispatcher import AttemptRef, JobRequest
 from infra.store import atomic
 from infra.store.orchestrators import take_up
-from infra.store.workspace import Claim, Workspace
+from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.errors import SystemOutage
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
@@ -60,7 +60,7 @@ def unlistable(folder: str, times: int, number: int = errno.ESTALE) -> Iterator[
 def begun(workspace: Workspace, plan: Plan, owner: str = OWNER) -> PlannedStage:
     """A stage that a job works on, by default one of another host's call."""
     stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(owner, "slurm")) is not None
+    assert workspace.claim_attempt(stage, plan.config, {}, StageClaim(owner, "slurm")) is not None
     atomic.write_json(workspace.layout.attempt(stage.id, 1).job, {"job_id": "7"})
     workspace.start_attempt(stage.id, 1, {"process": OWNER, "started_at": "2026-11-21T00:00:00"})
     return stage
@@ -126,7 +126,7 @@ def test_status_shows_an_outage(workspace: Workspace) -> None:
     campaign = campaign_of(workspace, plan, Cluster(**RUNS))
     take_up(workspace, campaign.source.shown[0].run.run)
     campaign.begin()
-    watcher = Watcher(workspace, campaign.source.shown[0].run, ask=False)
+    watcher = RunWatcher(workspace, campaign.source.shown[0].run, ask=False)
     with unlistable("attempts", 10**9):
         campaign.step()
     status = watcher.look()
@@ -217,7 +217,7 @@ def test_a_live_worker_is_not_lost_though_slurm_forgot_its_job(workspace: Worksp
     """A controller that came back without its state: no second job is put beside the first."""
     plan, clock = small_plan("data", backoff_s=0.0), [0.0]
     stage = begun(workspace, plan)
-    cluster = Cluster(sight="dead", running=False, state="unknown to Slurm", lost=True)
+    cluster = Cluster(job_status="dead", running=False, state="unknown to Slurm", lost=True)
     campaign = campaign_of(workspace, plan, cluster, clock=lambda: clock[0])
     heartbeat = workspace.layout.attempt(stage.id, 1).heartbeat
     campaign.begin()

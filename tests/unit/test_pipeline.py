@@ -20,7 +20,7 @@ from flows.artifacts import (
 )
 from flows.cli.run import stop_on_signals
 from flows.running.console import Console
-from flows.running.showing import run_shown
+from flows.running.foreground import run_shown
 from refiner_core.contract.types import StageView
 
 

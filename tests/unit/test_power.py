@@ -9,7 +9,7 @@ import pytest
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.power import (
-    Components,
+    VarianceComponents,
     detectable_effect,
     likely_components,
     power_of,
@@ -23,7 +23,7 @@ from refiner_core.evaluation.statistics import two_way_means
 def test_with_one_seed_power_is_that_of_the_t_test(prompts: int, alpha: float) -> None:
     from scipy.stats import nct, t
 
-    parts = Components(0.3, 0.04, 0.02)  # what seeds spread does not show in one seed
+    parts = VarianceComponents(0.3, 0.04, 0.02)  # what seeds spread does not show in one seed
     error, critical = (0.06 / prompts) ** 0.5, t.isf(alpha / 2, prompts - 1)
     for effect in (0.0, 0.05, 0.1, 0.2):
         by, freedom = effect / error, prompts - 1
@@ -37,7 +37,7 @@ def test_with_one_seed_power_is_that_of_the_t_test(prompts: int, alpha: float) -
 
 def test_power_is_how_often_the_comparison_finds_it() -> None:
     rng = np.random.default_rng(8)
-    parts, draws = Components(0.01, 0.04, 0.09), (8_000, 3, 20)
+    parts, draws = VarianceComponents(0.01, 0.04, 0.09), (8_000, 3, 20)
     values = (
         parts.prompt**0.5 * rng.normal(size=(8_000, 1, 20))
         + 0.1 * rng.normal(size=(8_000, 3, 1))
@@ -53,13 +53,13 @@ def test_power_is_how_often_the_comparison_finds_it() -> None:
 
 def test_a_published_power_is_reproduced_exactly() -> None:
     """Its draws are the same in every process and version: plans are compared by it."""
-    assert power_of(Components(0.01, 0.02, 0.05), 3, 20, 0.2) == pytest.approx(
+    assert power_of(VarianceComponents(0.01, 0.02, 0.05), 3, 20, 0.2) == pytest.approx(
         0.4043937468435399, rel=1e-9
     )
-    assert power_of(Components(None, 0.02, 0.05), 1, 20, 0.2) == pytest.approx(
+    assert power_of(VarianceComponents(None, 0.02, 0.05), 1, 20, 0.2) == pytest.approx(
         0.8935199223563732, rel=1e-9
     )
-    assert detectable_effect(Components(0.01, 0.02, 0.05), 3, 20) == pytest.approx(
+    assert detectable_effect(VarianceComponents(0.01, 0.02, 0.05), 3, 20) == pytest.approx(
         0.3660411164339093, rel=1e-9
     )
 
@@ -78,14 +78,14 @@ def test_components_by_hand() -> None:
     assert crossed == (0.0, 0.0, 1.0, 2, 2), "below zero is zero"
     one = variance_components(np.array([[1.0, 2.0, 6.0, np.nan]]))
     assert one == (None, 7.0, 0.0, 1, 3)
-    assert Components(None, 0.0, 0.5)[3:] == (0, 0), "assumed"
+    assert VarianceComponents(None, 0.0, 0.5)[3:] == (0, 0), "assumed"
     with pytest.raises(ConfigurationError, match="from 1 of 2 prompts"):
         variance_components(np.array([[1.0, np.nan]]))
 
 
 def test_likely_spreads_of_three_seeds_by_hand() -> None:
     """With two degrees of freedom chi-squared is -2 ln of a share."""
-    known = Components(0.01, 0.02, 0.5, 3, 100)
+    known = VarianceComponents(0.01, 0.02, 0.5, 3, 100)
     square = 100 * 0.01 + 0.5
     found = likely_components(known)
     least, most = found

@@ -18,7 +18,7 @@ import pytest
 from infra.host import processes
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import LocalDispatcher, gives_way
-from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt, WorkerCommand
+from infra.jobs.dispatcher import AttemptRef, JobRequest, OpenAttempt, WorkerCommand
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import PublishConfig, Resources
 from refiner_core.contract.plan import make_plan
@@ -54,7 +54,7 @@ def test_a_reused_pid_is_another_process(sleeper: subprocess.Popen[bytes]) -> No
     assert not ProcessId(found.host, found.pid, found.started, "another-boot").alive
     assert not ProcessId("elsewhere", found.pid, found.started, found.boot).alive
     sleeper.kill()
-    assert found.wait_gone(10), "its exit code need not be read"
+    assert found.wait_ended(10), "its exit code need not be read"
 
 
 def test_without_a_boot_id_the_clock_identifies_a_process(
@@ -106,7 +106,7 @@ def test_a_local_job_belongs_to_its_host(sleeper: subprocess.Popen[bytes], tmp_p
         return OpenAttempt(ref, attempt, started)
 
     def sights() -> list[str]:
-        return [dispatcher.look([job(p)])[ref].sight for p in (here, elsewhere, None)]
+        return [dispatcher.look([job(p)])[ref].job_status for p in (here, elsewhere, None)]
 
     assert sights() == ["live", "unknown", "unknown"]
     assert dispatcher.kill(job(elsewhere)), "only its fence stops it"
@@ -134,7 +134,7 @@ def after(script: str) -> tuple[dict[str, Any], str]:
         [
             sys.executable,
             "-c",
-            f"import json\nfrom infra.jobs.give_way import give_way\n{script}\n{TELL}",
+            f"import json\nfrom infra.jobs.niceness import give_way\n{script}\n{TELL}",
         ],
         capture_output=True,
         text=True,

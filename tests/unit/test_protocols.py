@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flows.cards.reproduction import recipe_text, said_again, stands_for
+from flows.cards.reproduction import recipe_text, restated, stands_for
 from flows.checking.sources import protocol_sources, resolve_sources
 from flows.running.calls import make_recipe_plan
 from flows.stages.fetch import _wanted
@@ -345,7 +345,7 @@ def test_published_protocols_hold_neither_addresses_nor_folders(tmp_path: Path) 
         assert private not in public
     assert public_protocol(public) == public
     assert parse_protocol(public).fields["judge.model"] == "m"
-    said = said_again([f"evaluate.protocols=[{file}]"], config, load_recipe("tiny"))
+    said = restated([f"evaluate.protocols=[{file}]"], config, load_recipe("tiny"))
     assert str(tmp_path) not in said[0]
     assert ":9/" not in said[0]
     given = tmp_path / "recipe.yaml"
@@ -356,7 +356,7 @@ def test_published_protocols_hold_neither_addresses_nor_folders(tmp_path: Path) 
     there = load_recipe("tiny", said).evaluate.protocols
     assert stands_for("evaluate.protocols", there, again)
     shipped = "evaluate.protocols=[held-out-greedy-v1]"
-    assert said_again([shipped], tiny("held-out-greedy-v1"), load_recipe("tiny")) == (shipped,)
+    assert restated([shipped], tiny("held-out-greedy-v1"), load_recipe("tiny")) == (shipped,)
 
 
 def test_fields_are_those_of_measuring() -> None:

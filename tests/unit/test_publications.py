@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
-from infra.orchestrator.reconcile import Action, Block, Fail, Launch, Observed, Policy, Seen, Wait
-from infra.store.checkpoints import CheckpointStore, Holds, held_steps
+from infra.orchestrator.reconcile import (
+    Action,
+    AttemptStatus,
+    Block,
+    CallRules,
+    Fail,
+    Launch,
+    Observation,
+    Wait,
+)
+from infra.store.checkpoints import CheckpointStore, RetainedCheckpoints, retained_steps
 from infra.store.layout import StagePaths
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
@@ -114,19 +123,19 @@ def test_a_call_may_be_about_some_stages_alone() -> None:
 PLAN = plan(which="every-save")
 GRPO, EXPORT = PLAN.by_name["grpo"], PLAN.by_name["export-step4"]
 DATA = (PLAN.by_name["data"].id, record(PLAN.by_name["data"], attempt(1, "none"), done=True))
-TRAINS = {GRPO.id: Seen(1, "live")}
+TRAINS = {GRPO.id: AttemptStatus(1, "live")}
 
 
 def decide(
     grpo: StageRecord,
     *there: int,
-    seen: dict[str, Seen] | None = None,
+    seen: dict[str, AttemptStatus] | None = None,
     made: Plan = PLAN,
-    policy: Policy | None = None,
+    policy: CallRules | None = None,
 ) -> dict[str, Action]:
-    observed = Observed(seen or {}, checkpoints=frozenset((GRPO.id, step) for step in there))
+    observed = Observation(seen or {}, checkpoints=frozenset((GRPO.id, step) for step in there))
     actions = reconcile(
-        made, dict([DATA, (GRPO.id, grpo)]), observed, policy or Policy(max_parallel=1)
+        made, dict([DATA, (GRPO.id, grpo)]), observed, policy or CallRules(max_parallel=1)
     )
     return {a.stage.name: a for a in actions}
 
@@ -166,7 +175,7 @@ def test_a_call_about_a_publication_begins_no_training() -> None:
 
 def save(folder: Path, *steps: int, keep: int = 2, stage: StagePaths | None = None) -> None:
     store = CheckpointStore(
-        folder, 1, keep=keep, held=lambda: held_steps(stage) if stage else frozenset()
+        folder, 1, keep=keep, held=lambda: retained_steps(stage) if stage else frozenset()
     )
     for step in steps:
         with store.new(step) as made:
@@ -175,14 +184,14 @@ def save(folder: Path, *steps: int, keep: int = 2, stage: StagePaths | None = No
 
 def test_retention_spares_what_a_publication_waits_for_until_it_has_it(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "runs")
-    holds, stage = Holds(PLAN, workspace.layout), workspace.layout.stage(GRPO.id)
+    holds, stage = RetainedCheckpoints(PLAN, workspace.layout), workspace.layout.stage(GRPO.id)
     stage.control.mkdir(parents=True)
     stage.holds.write_text("in the way")
     holds.keep(done=())
-    assert held_steps(stage) == frozenset(), "it did not fit and is written later"
+    assert retained_steps(stage) == frozenset(), "it did not fit and is written later"
     stage.holds.unlink()
     holds.keep(done=())
-    assert held_steps(stage) == {2, 4}
+    assert retained_steps(stage) == {2, 4}
     save(stage.checkpoints, 2, 3, 4, 5, stage=stage)
     assert {c.step for c in CheckpointStore(stage.checkpoints, 1).complete()} == {2, 3, 4, 5}
     assert holds.there(done=()) == {(GRPO.id, 2), (GRPO.id, 4)}

@@ -15,7 +15,7 @@ from flows.checking.sources import resolve_sources
 from flows.cli.main import main
 from flows.publishing import facts_of_stage
 from flows.running.console import Console, state_line
-from flows.running.status import Watcher
+from flows.running.status import RunWatcher
 from infra.attempt.attempt import AttemptRun
 from infra.jobs.failures import classify
 from infra.store.provenance import write_proof
@@ -26,8 +26,8 @@ from refiner_core.cards.evidence import load_evidence
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, HealthStop, StageFailed, WorkspaceError
 from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof
-from refiner_core.contract.records import Outcome
+from refiner_core.contract.proofs import Interruption, ProofComparison, ResumeProof
+from refiner_core.contract.records import AttemptOutcome
 from refiner_core.contract.types import StageView
 from tests.support.recorded_run import RecordedRun
 
@@ -93,7 +93,7 @@ def test_a_card_tells_the_resume_proof_of_its_own_stage(tmp_path: Path) -> None:
         **{"fingerprint": stage.fingerprint, "short_fingerprint": "ab" * 32, "overrides": ()},
         **{"changed": {}, "steps": 7, "seed": 0, "how": "kill", "wanted": 2, "tolerance": 0.0},
         "interruptions": (Interruption(3, "judge", "kill", 1, 2),),
-        "comparisons": (Comparison("loss trace", 70),),
+        "comparisons": (ProofComparison("loss trace", 70),),
     }
     write_proof(run.workspace, ResumeProof(**{**known, "fingerprint": "cd" * 32}))
     assert card_of(run, "card") == before
@@ -112,8 +112,8 @@ def test_published_evidence_makes_the_card_and_holds_nothing_private(tmp_path: P
     evidence = load_evidence(text)
     assert build_card(evidence.facts) == (folder / "README.md").read_text()
     listed = {f.path: f.sha256 for f in evidence.files}
-    lying = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
-    assert lying == {*listed, "README.md", "refiner.json"}
+    published_state = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
+    assert published_state == {*listed, "README.md", "refiner.json"}
     for name, digest in listed.items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
     assert str(tmp_path) not in text
@@ -137,7 +137,7 @@ def test_published_evidence_makes_the_card_and_holds_nothing_private(tmp_path: P
 def test_a_card_of_a_step_tells_only_what_came_before(tmp_path: Path) -> None:
     """However the training ends, the card of step 2 that was published in between is the same."""
     run = trained_run(tmp_path / "runs", *EVERY)
-    first = Outcome("preempted", "resume", step=1)
+    first = AttemptOutcome("preempted", "resume", step=1)
     run.fail("grpo", first, seconds=60.0)
     run.begin("grpo")
     run.export(2, attempt=2, elapsed_s=18.0)
@@ -151,7 +151,7 @@ def test_a_card_of_a_step_tells_only_what_came_before(tmp_path: Path) -> None:
     assert facts.provenance["host"], "of the attempt that still runs"
     before = card_of(run, "publish-step2")
     run.workspace.close_attempt(
-        run.stage("grpo").id, 2, Outcome("gpu_error", "resume", step=5), 99.0
+        run.stage("grpo").id, 2, AttemptOutcome("gpu_error", "resume", step=5), 99.0
     )
     run.train("grpo")
     assert card_of(run, "publish-step2") == before == run.report("publish-step2")["card"]
@@ -160,7 +160,7 @@ def test_a_card_of_a_step_tells_only_what_came_before(tmp_path: Path) -> None:
 def test_a_card_of_a_step_tells_that_training_had_died(tmp_path: Path) -> None:
     """Published by hand, of a run that a full quota had ended."""
     run = trained_run(tmp_path / "runs", *EVERY)
-    run.fail("grpo", Outcome("disk_full", "resume", step=5, errno=122), seconds=60.0)
+    run.fail("grpo", AttemptOutcome("disk_full", "resume", step=5, errno=122), seconds=60.0)
     run.export(2)
     run.carry_out("publish-step2")
     card = card_of(run, "publish-step2")
@@ -182,10 +182,10 @@ def test_repeated_hours_are_counted_apart(tmp_path: Path) -> None:
         *("publish.price_per_gpu_hour=2.5", "publish.currency=EUR"),
     )
     grpo = run.stage("grpo").id
-    first = run.fail("grpo", Outcome("preempted", "resume", step=4), seconds=3600.0)
+    first = run.fail("grpo", AttemptOutcome("preempted", "resume", step=4), seconds=3600.0)
     second = run.begin("grpo")
     run.workspace.layout.attempt(grpo, second).started.write_text('{"resumed": {"step": 3}}')
-    run.workspace.close_attempt(grpo, second, Outcome("killed", "resume", step=3), 1800.0)
+    run.workspace.close_attempt(grpo, second, AttemptOutcome("killed", "resume", step=3), 1800.0)
     run.train("grpo")
     run.carry_out("publish")
     cost = facts_of_stage(run.workspace, run.stage("publish").id).cost
@@ -387,7 +387,7 @@ def test_an_evaluation_counts_too_and_one_answer_is_enough(tmp_path: Path) -> No
 
 def test_terminal_and_report_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path, **NOTHING)
-    rows = {row.name: row for row in Watcher(run.workspace, run.run, ask=False).look().stages}
+    rows = {row.name: row for row in RunWatcher(run.workspace, run.run, ask=False).look().stages}
     assert (rows["grpo"].state, rows["sft"].reason) == ("done", "")
     assert rows["grpo"].reason.startswith(f"warning: {SAID}")
     for command in ("status", "report"):

@@ -19,8 +19,8 @@ from infra.attempt.stage_io import AttemptIO
 from infra.jobs.failures import classify, detailed, traceback_signature
 from infra.jobs.signals import AttemptClosed
 from infra.ranks.bridge import ADDRESS, KEY, Bridge, RemoteIO
-from infra.ranks.launch import Ended, error_of
-from infra.ranks.protocol import (
+from infra.ranks.launch import LaunchFailure, error_of
+from infra.ranks.messages import (
     JOB_GPUS,
     VISIBLE,
     decode,
@@ -64,8 +64,8 @@ class Attempt:
             1,
             self.store,
             on_progress=self.told.append,
-            stop_asked=lambda: self.stop,
-            wait_for_room=lambda: True,
+            stop_requested_by=lambda: self.stop,
+            wait_for_space=lambda: True,
         )
         self.bridge = Bridge(self.io)
 
@@ -259,14 +259,22 @@ CAUSE, STOPPED = ConfigurationError("mine"), Interrupted("stopped")
 @pytest.mark.parametrize(
     ("ended", "cause"),
     [
-        (Ended(errors=[(0, GONE), (1, CAUSE)], failures={0: failure(1), 1: failure(1)}), CAUSE),
-        (Ended(errors=[(0, STOPPED), (1, GONE)]), STOPPED),
-        (Ended(errors=[(0, STOPPED), (1, CAUSE)]), CAUSE),
+        (
+            LaunchFailure(errors=[(0, GONE), (1, CAUSE)], failures={0: failure(1), 1: failure(1)}),
+            CAUSE,
+        ),
+        (LaunchFailure(errors=[(0, STOPPED), (1, GONE)]), STOPPED),
+        (LaunchFailure(errors=[(0, STOPPED), (1, CAUSE)]), CAUSE),
         # Killed afterwards, as a consequence.
-        (Ended(errors=[(1, CAUSE)], failures={1: failure(1), 0: failure(-11, late_s=3)}), CAUSE),
+        (
+            LaunchFailure(errors=[(1, CAUSE)], failures={1: failure(1), 0: failure(-11, late_s=3)}),
+            CAUSE,
+        ),
     ],
 )
-def test_the_first_cause_counts_and_not_its_consequence(ended: Ended, cause: Exception) -> None:
+def test_the_first_cause_counts_and_not_its_consequence(
+    ended: LaunchFailure, cause: Exception
+) -> None:
     assert error_of(ended) is cause
 
 
@@ -274,18 +282,25 @@ def test_the_first_cause_counts_and_not_its_consequence(ended: Ended, cause: Exc
     ("ended", "kind", "says", "expected"),
     [
         (
-            Ended(errors=[(0, GONE)], failures={0: failure(1), 1: failure(-9)}),
+            LaunchFailure(errors=[(0, GONE)], failures={0: failure(1), 1: failure(-9)}),
             *(KilledError, "Rank 1 (process 99)", "killed"),
         ),
-        (Ended(failures={1: failure(-9)}, oom_kills=1), MemoryError, "", "out_of_memory"),
+        (LaunchFailure(failures={1: failure(-9)}, oom_kills=1), MemoryError, "", "out_of_memory"),
         (
-            Ended(lines=["DistNetworkError: The server socket has failed: EADDRINUSE"], code=1),
+            LaunchFailure(
+                lines=["DistNetworkError: The server socket has failed: EADDRINUSE"], code=1
+            ),
             *(LaunchError, "", "launch_failure"),
         ),
-        (Ended(lines=["a", "ImportError: no such thing"], code=1), StageFailed, "no such", "bug"),
+        (
+            LaunchFailure(lines=["a", "ImportError: no such thing"], code=1),
+            StageFailed,
+            "no such",
+            "bug",
+        ),
     ],
 )
-def test_silent_ends(ended: Ended, kind: type[Exception], says: str, expected: str) -> None:
+def test_silent_ends(ended: LaunchFailure, kind: type[Exception], says: str, expected: str) -> None:
     error = error_of(ended)
     assert isinstance(error, kind)
     assert says in str(error)

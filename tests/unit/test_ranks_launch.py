@@ -18,7 +18,7 @@ from flows.ranks.training import engine_name, in_worker
 from infra.jobs.signals import SlurmJob
 from infra.ranks import launch as nodes
 from infra.ranks.launch import OtherNodes, node_number
-from infra.ranks.protocol import node_settings, rank_settings
+from infra.ranks.messages import node_settings, rank_settings
 from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.errors import LaunchError
 from refiner_core.contract.placement import Placement, placement_of

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
+from infra.jobs.dispatcher import Sight
 from infra.jobs.failures import CLASSES, outcome_of
-from infra.jobs.protocol import Sight
 from infra.orchestrator.reconcile import (
     Action,
+    AttemptStatus,
     Block,
+    CallRules,
     CloseAttempt,
-    Done,
     Fail,
+    Finish,
+    Idle,
     Launch,
-    Observed,
-    Policy,
+    Observation,
     Release,
-    Rest,
-    Seen,
     Serve,
     Wait,
     paused_after,
@@ -45,7 +45,7 @@ from tests.support.plans import SOURCES, small_config, small_plan
 ME, OTHER = "here:1:1.00", "here:2:1.00"
 PLAN = small_plan("data", "sft", "evaluate")
 DATA, SFT = PLAN.by_name["data"], PLAN.by_name["sft"]
-POLICY = Policy(max_parallel=2)
+POLICY = CallRules(max_parallel=2)
 RETRIES = RetryConfig()
 RESUMABLE = [c for c, rule in CLASSES.items() if rule.decision == "resume"]
 FINAL = [c for c, rule in CLASSES.items() if rule.decision == "stop"]
@@ -73,7 +73,7 @@ def record(stage: PlannedStage, *attempts: Attempt, done: bool = False) -> Stage
 
 
 def reconcile(
-    plan: Plan, records: Mapping[str, StageRecord], observed: Observed, policy: Policy
+    plan: Plan, records: Mapping[str, StageRecord], observed: Observation, policy: CallRules
 ) -> tuple[Action, ...]:
     """What is decided on a plan alone, in its order, of its own stages."""
     actions = reconcile_union(*union_of([stages_by_id(plan)]), records, observed, policy)
@@ -82,11 +82,11 @@ def reconcile(
 
 def decide(
     records: list[tuple[PlannedStage, StageRecord]],
-    seen: Mapping[str, Seen] | None = None,
-    policy: Policy = POLICY,
+    seen: Mapping[str, AttemptStatus] | None = None,
+    policy: CallRules = POLICY,
     short: Mapping[str, str] | None = None,
 ) -> dict[str, Action]:
-    observed = Observed(seen or {}, short=short or {})
+    observed = Observation(seen or {}, short=short or {})
     actions = reconcile(PLAN, {s.id: r for s, r in records}, observed, policy)
     return {a.stage.name: a for a in actions}
 
@@ -105,7 +105,7 @@ def test_nothing_recorded_launches_only_what_needs_no_input() -> None:
 
 def test_inputs_done_launch_in_the_plans_order_up_to_the_limit() -> None:
     actions = decide([DATA_DONE])
-    assert isinstance(actions["data"], Done)
+    assert isinstance(actions["data"], Finish)
     assert isinstance(actions["sft"], Launch)
     assert isinstance(actions["evaluate-base"], Launch)
     assert isinstance(actions["evaluate-sft"], Wait)
@@ -118,7 +118,7 @@ def test_inputs_done_launch_in_the_plans_order_up_to_the_limit() -> None:
 def test_only_local_jobs_take_local_slots(local: bool, launched: bool) -> None:
     actions = decide(
         [DATA_DONE, (SFT, record(SFT, attempt(1)))],
-        {SFT.id: Seen(1, "live", local)},
+        {SFT.id: AttemptStatus(1, "live", local)},
         replace(POLICY, max_parallel=1),
     )
     assert isinstance(actions["evaluate-base"], Launch) is launched
@@ -127,7 +127,7 @@ def test_only_local_jobs_take_local_slots(local: bool, launched: bool) -> None:
 def test_two_light_stages_run_beside_the_local_slots() -> None:
     light = [replace(DATA, name=n, kind="fetch", fingerprint=n * 12) for n in ("a", "b", "c")]
     plan = Plan("light", PLAN.config, (DATA, *light))
-    actions = reconcile(plan, {}, Observed(), Policy(max_parallel=1))
+    actions = reconcile(plan, {}, Observation(), CallRules(max_parallel=1))
     assert [type(a) for a in actions] == [Launch, Launch, Launch, Wait]
 
 
@@ -135,8 +135,8 @@ def test_one_stage_under_two_names_is_launched_once() -> None:
     twin = replace(SFT, name="sft-again")
     plan = Plan("twins", PLAN.config, (DATA, SFT, twin))
     union = union_of([stages_by_id(plan)])
-    actions = reconcile_union(*union, {DATA.id: DATA_DONE[1]}, Observed(), POLICY)
-    assert {i: type(a) for i, a in actions.items()} == {DATA.id: Done, SFT.id: Launch}
+    actions = reconcile_union(*union, {DATA.id: DATA_DONE[1]}, Observation(), POLICY)
+    assert {i: type(a) for i, a in actions.items()} == {DATA.id: Finish, SFT.id: Launch}
 
 
 # ---------------------------------------------------------------- an attempt without an outcome
@@ -149,24 +149,28 @@ QUEUES, HELD = "PENDING (Resources)", "PENDING (held)"
 @pytest.mark.parametrize(
     ("tried", "seen", "expected"),
     [
-        (OPEN, Seen(1, "live"), Wait(DATA, "runs", 1)),
-        (attempt(1, owner=OTHER), Seen(1, "live"), Wait(DATA, "runs", 1)),
-        (OPEN, Seen(1, "live", running=False, note=QUEUES), Wait(DATA, QUEUES, 1, queued=True)),
-        (OPEN, Seen(1, "dead", silent_end=GONE), CloseAttempt(DATA, 1, GONE)),
+        (OPEN, AttemptStatus(1, "live"), Wait(DATA, "runs", 1)),
+        (attempt(1, owner=OTHER), AttemptStatus(1, "live"), Wait(DATA, "runs", 1)),
+        (
+            OPEN,
+            AttemptStatus(1, "live", running=False, note=QUEUES),
+            Wait(DATA, QUEUES, 1, queued=True),
+        ),
+        (OPEN, AttemptStatus(1, "dead", silent_end=GONE), CloseAttempt(DATA, 1, GONE)),
     ],
 )
 @pytest.mark.parametrize("stopping", [False, True])
 def test_an_open_attempt_waits_or_is_closed(
-    tried: Attempt, seen: Seen, expected: Action, stopping: bool
+    tried: Attempt, seen: AttemptStatus, expected: Action, stopping: bool
 ) -> None:
     policy = replace(POLICY, stopping=stopping)
     assert decide([(DATA, record(DATA, tried))], {DATA.id: seen}, policy)["data"] == expected
 
 
 def test_a_held_job_is_released_and_a_job_without_room_waits() -> None:
-    held = Seen(1, "live", running=False, note=HELD, held=True)
+    held = AttemptStatus(1, "live", running=False, note=HELD, held=True)
     assert decide([(DATA, record(DATA, OPEN))], {DATA.id: held})["data"] == Release(DATA, 1, HELD)
-    waits = decide([(DATA, record(DATA, NO_ROOM))], {DATA.id: Seen(1, "live")})["data"]
+    waits = decide([(DATA, record(DATA, NO_ROOM))], {DATA.id: AttemptStatus(1, "live")})["data"]
     assert isinstance(waits, Wait)
     assert (waits.attempt, waits.short) == (1, True)
 
@@ -183,24 +187,32 @@ def test_a_held_job_is_released_and_a_job_without_room_waits() -> None:
 def test_the_class_of_a_silent_end(
     tried: Attempt, silent: FailureClass | None, failure: FailureClass
 ) -> None:
-    seen = Seen(1, "dead", silent_end=outcome_of(silent)) if silent else Seen(1, "hung")
+    seen = (
+        AttemptStatus(1, "dead", silent_end=outcome_of(silent))
+        if silent
+        else AttemptStatus(1, "hung")
+    )
     action = decide([(DATA, record(DATA, tried))], {DATA.id: seen})["data"]
     assert isinstance(action, CloseAttempt)
     assert action.outcome.failure == failure
 
 
-@pytest.mark.parametrize("seen", [{}, {DATA.id: Seen(1, "unknown")}, {DATA.id: Seen(7, "dead")}])
-def test_an_attempt_that_was_not_observed_is_never_given_up(seen: Mapping[str, Seen]) -> None:
+@pytest.mark.parametrize(
+    "seen", [{}, {DATA.id: AttemptStatus(1, "unknown")}, {DATA.id: AttemptStatus(7, "dead")}]
+)
+def test_an_attempt_that_was_not_observed_is_never_given_up(
+    seen: Mapping[str, AttemptStatus],
+) -> None:
     assert isinstance(decide([(DATA, record(DATA, attempt(1)))], seen)["data"], Wait)
 
 
 def test_a_result_counts_even_if_the_outcome_is_missing() -> None:
     stage = (DATA, record(DATA, attempt(1), done=True))
-    assert isinstance(decide([stage], {DATA.id: Seen(1, "dead")})["data"], Done)
+    assert isinstance(decide([stage], {DATA.id: AttemptStatus(1, "dead")})["data"], Finish)
 
 
 def test_an_end_that_cannot_be_recorded_waits_for_room() -> None:
-    dead = {DATA.id: Seen(1, "dead")}
+    dead = {DATA.id: AttemptStatus(1, "dead")}
     action = decide([(DATA, record(DATA, attempt(1)))], dead, short={DATA.id: "full"})["data"]
     assert action == Wait(DATA, "full", short=True)
 
@@ -208,7 +220,7 @@ def test_an_end_that_cannot_be_recorded_waits_for_room() -> None:
 # ---------------------------------------------------------------- after an attempt
 
 
-def after(*tries: Attempt, policy: Policy = POLICY, **more: Any) -> Action:
+def after(*tries: Attempt, policy: CallRules = POLICY, **more: Any) -> Action:
     """The action on `data` after these attempts."""
     return decide([(DATA, record(DATA, *tries))], policy=policy, **more)["data"]
 
@@ -298,7 +310,7 @@ def test_a_refused_stage_ends_unless_another_call_makes_it() -> None:
     action = decide([], policy=policy)["data"]
     assert isinstance(action, Fail)
     assert action.state == "failed"
-    assert isinstance(decide([DATA_DONE], policy=policy)["data"], Done)
+    assert isinstance(decide([DATA_DONE], policy=policy)["data"], Finish)
 
 
 def test_an_outage_is_followed_by_a_pause() -> None:
@@ -316,10 +328,10 @@ def test_a_stage_that_fills_a_cache_comes_first_though_it_is_no_input() -> None:
     fetch = replace(DATA, name="fetch", kind="fetch", fingerprint="f" * 64)
     data = replace(DATA, after=("fetch",))
     plan = Plan("p", PLAN.config, (fetch, data))
-    actions = reconcile(plan, {}, Observed(), POLICY)
+    actions = reconcile(plan, {}, Observation(), POLICY)
     assert [type(a) for a in actions] == [Launch, Wait]
     failed = {fetch.id: record(fetch, attempt(1, "bad_configuration"))}
-    assert reconcile(plan, failed, Observed(), POLICY)[1] == Block(data, "fetch", "blocked")
+    assert reconcile(plan, failed, Observation(), POLICY)[1] == Block(data, "fetch", "blocked")
 
 
 # ---------------------------------------------------------------- stopping
@@ -357,12 +369,12 @@ SERVED_DATA = (SERVED.by_name["data"], record(SERVED.by_name["data"], attempt(1)
 
 def decide_served(
     *records: tuple[PlannedStage, StageRecord],
-    seen: Mapping[str, Seen] | None = None,
+    seen: Mapping[str, AttemptStatus] | None = None,
     ready: tuple[int, ...] = (),
-    policy: Policy = POLICY,
+    policy: CallRules = POLICY,
 ) -> dict[str, Action]:
     answered = frozenset((JUDGE.id, number) for number in ready)
-    observed = Observed(seen or {}, ready=answered)
+    observed = Observation(seen or {}, ready=answered)
     actions = reconcile(SERVED, {s.id: r for s, r in records}, observed, policy)
     assert [a.stage for a in actions] == list(SERVED.stages), "one action each, in the plan's order"
     return {a.stage.name: a for a in actions}
@@ -372,7 +384,7 @@ def judge_record(*attempts: Attempt) -> tuple[PlannedStage, StageRecord]:
     return JUDGE, record(JUDGE, *attempts)
 
 
-JUDGE_LIVE = {JUDGE.id: Seen(1, "live")}
+JUDGE_LIVE = {JUDGE.id: AttemptStatus(1, "live")}
 
 
 def test_a_server_starts_when_a_stage_needs_it() -> None:
@@ -394,8 +406,10 @@ def test_a_trainer_is_launched_when_its_judge_answers_and_not_before() -> None:
     assert ready["grpo"] == Launch(GRPO, 0)
 
 
-@pytest.mark.parametrize("seen", [None, Seen(1, "unknown"), Seen(1, "live", running=False)])
-def test_a_ready_server_counts_while_it_runs(seen: Seen | None) -> None:
+@pytest.mark.parametrize(
+    "seen", [None, AttemptStatus(1, "unknown"), AttemptStatus(1, "live", running=False)]
+)
+def test_a_ready_server_counts_while_it_runs(seen: AttemptStatus | None) -> None:
     """It may queue again, or its node may not be reached."""
     looked = {} if seen is None else {JUDGE.id: seen}
     actions = decide_served(SERVED_DATA, judge_record(attempt(1)), seen=looked, ready=(1,))
@@ -411,11 +425,11 @@ def test_a_server_takes_no_local_slot_so_that_one_slot_suffices() -> None:
 
 
 def test_no_server_is_started_for_a_trainer_that_has_no_slot_yet() -> None:
-    busy = {"sft-of-another-recipe": Seen(1, "live")}
+    busy = {"sft-of-another-recipe": AttemptStatus(1, "live")}
     other = record(SFT, attempt(1))
     records = {SERVED_DATA[0].id: SERVED_DATA[1], "sft-of-another-recipe": other}
     one = replace(POLICY, max_parallel=1)
-    actions = reconcile(SERVED, records, Observed(busy), one)
+    actions = reconcile(SERVED, records, Observation(busy), one)
     assert isinstance(actions[SERVED.stages.index(JUDGE)], Wait)
 
 
@@ -426,7 +440,7 @@ def test_a_lost_server_is_replaced(end: FailureClass) -> None:
         SERVED_DATA,
         judge_record(attempt(1, end)),
         (GRPO, record(GRPO, attempt(1))),
-        seen={GRPO.id: Seen(1, "live")},
+        seen={GRPO.id: AttemptStatus(1, "live")},
         ready=(1,),
         policy=replace(POLICY, max_parallel=1),
     )
@@ -437,7 +451,10 @@ def test_a_lost_server_is_replaced(end: FailureClass) -> None:
 
 def test_a_dead_server_is_closed_before_the_next_one_starts() -> None:
     silent = outcome_of("killed", "gone")
-    seen = {JUDGE.id: Seen(1, "dead", silent_end=silent), GRPO.id: Seen(1, "live")}
+    seen = {
+        JUDGE.id: AttemptStatus(1, "dead", silent_end=silent),
+        GRPO.id: AttemptStatus(1, "live"),
+    }
     grpo = (GRPO, record(GRPO, attempt(1)))
     actions = decide_served(SERVED_DATA, judge_record(attempt(1)), grpo, seen=seen, ready=(1,))
     assert actions["judge"] == CloseAttempt(JUDGE, 1, silent)
@@ -468,7 +485,7 @@ def all_done() -> list[tuple[PlannedStage, StageRecord]]:
 
 
 @pytest.mark.parametrize(
-    ("tries", "sight", "live"),
+    ("tries", "job_status", "live"),
     [
         ([], None, False),
         ([attempt(1)], "live", True),
@@ -477,13 +494,13 @@ def all_done() -> list[tuple[PlannedStage, StageRecord]]:
     ],
 )
 def test_finished_recipes_need_no_server(
-    tries: list[Attempt], sight: Sight | None, live: bool
+    tries: list[Attempt], job_status: Sight | None, live: bool
 ) -> None:
     """A server that failed when all had their answers fails nothing."""
-    seen = {JUDGE.id: Seen(1, sight)} if sight else {}
+    seen = {JUDGE.id: AttemptStatus(1, job_status)} if job_status else {}
     servers = [judge_record(*tries)] if tries else []
-    actions = decide_served(*all_done(), *servers, seen=seen, ready=(1,) if sight else ())
-    assert actions["judge"] == Rest(JUDGE, live=live)
+    actions = decide_served(*all_done(), *servers, seen=seen, ready=(1,) if job_status else ())
+    assert actions["judge"] == Idle(JUDGE, live=live)
 
 
 def test_a_server_may_rest_between_two_stages() -> None:
@@ -492,7 +509,7 @@ def test_a_server_may_rest_between_two_stages() -> None:
     plan = Plan("late", SERVED.config, (data, JUDGE, BASE, replace(GRPO, inputs={"data": "data"})))
     done = {BASE.id: record(BASE, attempt(1), done=True)}
     actions = reconcile(
-        plan, {**done, JUDGE.id: judge_record(attempt(1, "none"))[1]}, Observed(), POLICY
+        plan, {**done, JUDGE.id: judge_record(attempt(1, "none"))[1]}, Observation(), POLICY
     )
     assert isinstance(actions[1], Wait)
 
@@ -500,13 +517,13 @@ def test_a_server_may_rest_between_two_stages() -> None:
 def test_a_stop_leaves_no_server_behind_and_starts_none() -> None:
     stopping = replace(POLICY, stopping=True)
     none = decide_served(SERVED_DATA, policy=stopping)
-    assert none["judge"] == Rest(JUDGE, live=False)
+    assert none["judge"] == Idle(JUDGE, live=False)
     lives = decide_served(
         SERVED_DATA, judge_record(attempt(1)), seen=JUDGE_LIVE, ready=(1,), policy=stopping
     )
     assert isinstance(lives["judge"], Serve), "it is waited for until it has ended"
     ended = decide_served(SERVED_DATA, judge_record(attempt(1, "interrupted")), policy=stopping)
-    assert isinstance(ended["judge"], Rest)
+    assert isinstance(ended["judge"], Idle)
 
 
 def test_a_cancelled_server_blocks_its_stages() -> None:
@@ -521,7 +538,7 @@ def test_a_cancelled_server_blocks_its_stages() -> None:
 
 def test_reconcile_does_not_change_what_it_is_given() -> None:
     records = {DATA.id: record(DATA, attempt(1, "killed"))}
-    observed, before = Observed({}), dict(records)
+    observed, before = Observation({}), dict(records)
     first = reconcile(PLAN, records, observed, POLICY)
     assert reconcile(PLAN, records, observed, POLICY) == first
     assert records == before

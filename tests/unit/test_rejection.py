@@ -16,18 +16,20 @@ from refiner_core.contract.plan import make_plan
 from refiner_core.contract.sections.environment import EnvironmentConfig
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.types import PromptRow
-from refiner_core.rejection.attempts import Attempt, Report, choose, require_kept
+from refiner_core.rejection.attempts import RejectionAttempt, RejectionReport, choose, require_kept
 from refiner_core.rejection.stage import highest_reward, with_ends_of_turns
 from tests.support.rewarding import BOTH, EVIDENCE, NEGATIVE, POSITIVE
 
 
-def candidate(index: int, score: float | None, **changes: Any) -> Attempt:
+def candidate(index: int, score: float | None, **changes: Any) -> RejectionAttempt:
     partial = changes.pop("partial", score)
     values: dict[str, Any] = {"text": f"text {index}", **changes}
-    return Attempt("p", "", index, 0, (), ended="stop", score=score, partial=partial, **values)
+    return RejectionAttempt(
+        "p", "", index, 0, (), ended="stop", score=score, partial=partial, **values
+    )
 
 
-def whys(candidates: list[Attempt], **rule: Any) -> list[str]:
+def whys(candidates: list[RejectionAttempt], **rule: Any) -> list[str]:
     return [choice.why for choice in choose(candidates, replace(SampleConfig(), **rule))]
 
 
@@ -144,7 +146,7 @@ def test_the_end_of_each_turn_carries_loss_and_foreign_tokens_do_not() -> None:
 
 
 def test_a_stage_that_keeps_nothing_names_the_settings_to_lower() -> None:
-    report = Report(SampleConfig(attempts=1), "answers").as_json()
+    report = RejectionReport(SampleConfig(attempts=1), "answers").as_json()
     report |= {
         "attempts": {"total": 8, "measured": 6, "full": 0},
         "prompts": {"total": 2, "full": 0, "partial": 0, "none": 2},

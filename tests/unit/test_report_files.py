@@ -19,8 +19,8 @@ from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.records import SWEEP_VERSION, ArmRecord, SweepRecord, TrialRecord
 from refiner_core.report.pages import json_text
 from refiner_core.report.printing import decimals_for, escaped, plain, with_interval
+from refiner_core.report.sweep.phrases import answer
 from refiner_core.report.sweep.rendering import csv_of, markdown, number_rows, page, trial_rows
-from refiner_core.report.sweep.wording import answer
 from tests.support.sweep_reports import HOSTILE, full_report, hostile_report, large_report
 
 NAN = float("nan")

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.cards.reproduction import Made, differing, planned, reproduce
+from flows.cards.reproduction import CheckpointOrigin, differing, planned, reproduce
 from flows.running.calls import make_recipe_plan
 from refiner_core.cards.public import public_command
 from refiner_core.contract.errors import StageFailed
@@ -41,17 +41,17 @@ def spec_of(stage: PlannedStage) -> StageSpec:
     )
 
 
-def made_by(plan: Plan, recipe: str, overrides: tuple[str, ...] = ()) -> Made:
+def made_by(plan: Plan, recipe: str, overrides: tuple[str, ...] = ()) -> CheckpointOrigin:
     """What the records of a run of this plan would say of its last model."""
     specs = {s.name: spec_of(s) for s in plan.stages if s.kind in TRAINS}
-    return Made(recipe, overrides, plan.config, list(specs)[-1], specs)
+    return CheckpointOrigin(recipe, overrides, plan.config, list(specs)[-1], specs)
 
 
-def run_of(recipe: str, *overrides: str) -> Made:
+def run_of(recipe: str, *overrides: str) -> CheckpointOrigin:
     return made_by(make_recipe_plan(recipe, overrides), recipe, overrides)
 
 
-def fingerprint(found: dict[str, Any], made: Made) -> str:
+def fingerprint(found: dict[str, Any], made: CheckpointOrigin) -> str:
     return planned(found["command"], made, found["recipe_file"]).by_name[made.trained].fingerprint
 
 

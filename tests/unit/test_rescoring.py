@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
-from flows.rescoring.planning import Options, judge_of, make_settings, own_setting, rubrics_of
+from flows.rescoring.rescore_plan import (
+    RescoreOptions,
+    judge_of,
+    make_settings,
+    own_setting,
+    rubrics_of,
+)
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow, RewardResult
@@ -252,7 +258,7 @@ def test_a_judge_is_given_by_name_pairs_or_file(tmp_path: Any) -> None:
     file.write_text("judge: {kind: openai, model: small, base_url: 'http://b/v1'}\n")
     extra = 'extra_body={"a": 1, "b": 2}'
     specs = ("lexical", str(file), f"model=org/other,{extra}", "prompt=v1,temperature=0.5")
-    lexical, strict, other, own = make_settings(base, Options(judges=specs))
+    lexical, strict, other, own = make_settings(base, RescoreOptions(judges=specs))
     assert [s.name for s in (lexical, strict)] == ["judge=lexical", "judge=strict"]
     assert strict.config.judge.model == "small"
     assert other.config.judge.base_url == "http://a/v1", "asked where the run's own judge is"
@@ -260,7 +266,7 @@ def test_a_judge_is_given_by_name_pairs_or_file(tmp_path: Any) -> None:
     assert json.loads(other.config.judge.extra_body) == {"a": 1, "b": 2}
     assert (own.config.judge.model, own.config.judge.temperature) == ("big", 0.5)
     with pytest.raises(ConfigurationError, match="gpt is not understood"):
-        make_settings(base, Options(judges=("gpt",)))
+        make_settings(base, RescoreOptions(judges=("gpt",)))
 
 
 def test_the_file_of_a_judge_is_read_like_a_recipe(tmp_path: Any) -> None:
@@ -279,9 +285,11 @@ def test_the_file_of_a_judge_is_read_like_a_recipe(tmp_path: Any) -> None:
 def test_the_address_of_a_judge_is_no_setting() -> None:
     base = RecipeConfig(judge=JudgeConfig(kind="openai", model="m", base_url="http://a/v1"))
     where = ("judge.base_url=http://b/v1", "judge.concurrency=3")
-    assert make_settings(base, Options(overrides=where)) == []
+    assert make_settings(base, RescoreOptions(overrides=where)) == []
     assert own_setting(base, where).config.judge.base_url == "http://b/v1"
-    (setting,) = make_settings(base, Options(overrides=(*where, "reward.verification_reward=1")))
+    (setting,) = make_settings(
+        base, RescoreOptions(overrides=(*where, "reward.verification_reward=1"))
+    )
     assert setting.name == "reward.verification_reward=1"
     assert setting.config.judge.concurrency == 3
 

@@ -14,7 +14,7 @@ from infra.host.processes import ProcessId
 from infra.jobs.signals import (
     AttemptClosed,
     SlurmJob,
-    Why,
+    StopReason,
     ask_scheduler,
     attempt_to_run,
     job_facts,
@@ -23,11 +23,11 @@ from infra.jobs.signals import (
     why_stopped,
 )
 from infra.store.traces import read_metrics
-from infra.store.workspace import Claim, Workspace
+from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import FailureClass, Outcome, StageResult
+from refiner_core.contract.records import AttemptOutcome, FailureClass, StageResult
 from refiner_core.contract.types import Progress
 from tests.support.plans import OWNER, small_plan
 
@@ -52,7 +52,7 @@ def plan() -> Plan:
 def stage(workspace: Workspace, plan: Plan) -> PlannedStage:
     """Its first attempt was submitted to Slurm as job 7, and has started."""
     stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
+    assert workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "slurm"))
     submitted(workspace, stage, 1, job_id="7")
     started(workspace, stage, 1)
     return stage
@@ -110,7 +110,7 @@ def test_a_restart_takes_over_a_killed_restart(workspace: Workspace, stage: Plan
 def test_resume_is_followed(
     workspace: Workspace, stage: PlannedStage, failure: FailureClass
 ) -> None:
-    workspace.close_attempt(stage.id, 1, Outcome(failure, "resume"))
+    workspace.close_attempt(stage.id, 1, AttemptOutcome(failure, "resume"))
     assert attempt_to_run(workspace, stage.id, 1, job(1), silent) == 2
     assert outcome(workspace, stage, 1) == failure
 
@@ -122,7 +122,7 @@ def test_resume_is_followed(
 def test_what_an_orchestrator_has_to_decide_is_left_to_one(
     workspace: Workspace, stage: PlannedStage, failure: FailureClass, decision: str
 ) -> None:
-    workspace.close_attempt(stage.id, 1, Outcome(failure, decision))  # type: ignore[arg-type]
+    workspace.close_attempt(stage.id, 1, AttemptOutcome(failure, decision))  # type: ignore[arg-type]
     with pytest.raises(AttemptClosed, match=failure):
         attempt_to_run(workspace, stage.id, 1, job(1), silent)
     assert workspace.layout.stage(stage.id).attempt_numbers() == [1]
@@ -130,7 +130,7 @@ def test_what_an_orchestrator_has_to_decide_is_left_to_one(
 
 def test_an_orchestrator_decides_first(workspace: Workspace, stage: PlannedStage) -> None:
     def cancelled_meanwhile(_command: Sequence[str]) -> str:
-        workspace.close_attempt(stage.id, 1, Outcome("cancelled", "stop"))
+        workspace.close_attempt(stage.id, 1, AttemptOutcome("cancelled", "stop"))
         return ""
 
     with pytest.raises(AttemptClosed, match="cancelled"):
@@ -149,7 +149,7 @@ def test_an_orchestrator_decides_first(workspace: Workspace, stage: PlannedStage
 )
 def test_a_requeue_may_be_over(workspace: Workspace, plan: Plan, before: str, message: str) -> None:
     stage = plan.by_name["data"]
-    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
+    workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "slurm"))
     submitted(workspace, stage, 1, job_id="7")
     if before == "given up":
         workspace.void_attempt(stage.id, 1)
@@ -160,18 +160,18 @@ def test_a_requeue_may_be_over(workspace: Workspace, plan: Plan, before: str, me
         result = StageResult(1, 1, "attempts/0001/output", (), {}, {}, 1.0, "t")
         workspace.publish_result(stage.id, result)
     elif before == "another job":
-        workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
-        workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm", after=1))
+        workspace.close_attempt(stage.id, 1, AttemptOutcome("preempted", "resume"))
+        workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "slurm", after=1))
         submitted(workspace, stage, 2, job_id="8")
     elif before == "stop asked":
-        workspace.ask_stop(stage.id, 1, "cancelled", "refiner cancel")
+        workspace.request_stop_of(stage.id, 1, "cancelled", "refiner cancel")
     with pytest.raises(AttemptClosed, match=message):
         attempt_to_run(workspace, stage.id, 1, job(1), silent)
 
 
 def test_a_second_process_of_one_start_does_nothing(workspace: Workspace, plan: Plan) -> None:
     stage = plan.by_name["data"]
-    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
+    workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "slurm"))
     submitted(workspace, stage, 1, job_id="7")
     started(workspace, stage, 1, process=str(ProcessId.of()))
     with pytest.raises(AttemptClosed, match="another process of this job"):
@@ -180,7 +180,7 @@ def test_a_second_process_of_one_start_does_nothing(workspace: Workspace, plan: 
 
 
 def test_of_two_claims_one_wins(workspace: Workspace, stage: PlannedStage, plan: Plan) -> None:
-    workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
+    workspace.close_attempt(stage.id, 1, AttemptOutcome("preempted", "resume"))
     won: list[str] = []
     barrier = threading.Barrier(6)
 
@@ -194,7 +194,7 @@ def test_of_two_claims_one_wins(workspace: Workspace, stage: PlannedStage, plan:
 
     def orchestrate() -> None:
         barrier.wait()
-        if workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm", after=1)):
+        if workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "slurm", after=1)):
             won.append("orchestrator")
 
     threads = [threading.Thread(target=t) for t in (restart, orchestrate) for _ in range(3)]
@@ -213,7 +213,7 @@ def test_a_local_worker_inside_an_allocation_is_no_job_of_its_own(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     local = plan.by_name["sft"]
-    workspace.claim_attempt(local, plan.config, {}, Claim(OWNER, "local"))
+    workspace.claim_attempt(local, plan.config, {}, StageClaim(OWNER, "local"))
     assert job_of(workspace, local.id, 1) is None
     assert job_of(workspace, stage.id, 1) == SlurmJob.from_environment()
 
@@ -223,7 +223,7 @@ def test_a_local_worker_inside_an_allocation_is_no_job_of_its_own(
 
 def test_a_dying_copy_makes_no_write_visible(workspace: Workspace, plan: Plan) -> None:
     stage = plan.by_name["data"]
-    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
+    workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "slurm"))
     submitted(workspace, stage, 1, job_id="7")
     with AttemptRun(workspace, stage.id, 1, job(0), own_log=False) as old:
         work(old, 2)
@@ -259,8 +259,8 @@ def work(attempt: AttemptRun, until: int) -> None:
 
 def test_a_closed_attempt_does_not_start(workspace: Workspace, plan: Plan) -> None:
     stage = plan.by_name["data"]
-    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
-    workspace.close_attempt(stage.id, 1, Outcome("launch_failure", "resume"))
+    workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "slurm"))
+    workspace.close_attempt(stage.id, 1, AttemptOutcome("launch_failure", "resume"))
     attempt = AttemptRun(workspace, stage.id, 1, own_log=False)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(AttemptClosed):
@@ -341,7 +341,7 @@ def test_a_request_of_refiner_outweighs_the_facts_of_slurm() -> None:
         raise AssertionError("Slurm need not be asked")
 
     asked = {"reason": "refiner cancel by ana", "failure": "cancelled"}
-    expected = Why("cancelled", "refiner cancel by ana")
+    expected = StopReason("cancelled", "refiner cancel by ana")
     assert why_stopped(job(0), signal.SIGTERM, asked, never) == expected
 
 
@@ -356,7 +356,7 @@ def test_a_scheduler_that_does_not_answer_is_no_error(command: tuple[str, ...]) 
 @pytest.fixture
 def run(workspace: Workspace, plan: Plan) -> Callable[[], AttemptRun]:
     stage = plan.by_name["data"]
-    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "local"))
+    workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "local"))
     return lambda: AttemptRun(workspace, stage.id, 1, own_log=False)
 
 
@@ -375,7 +375,7 @@ def test_each_signal_only_raises_a_flag(run: Callable[[], AttemptRun], number: i
 def test_the_outcome_names_the_request(run: Callable[[], AttemptRun], workspace: Workspace) -> None:
     with run() as attempt:
         attempt.io.progress(Progress(4, 9, "train"))
-        workspace.ask_stop(attempt.stage_id, 1, "cancelled", "refiner cancel by ana")
+        workspace.request_stop_of(attempt.stage_id, 1, "cancelled", "refiner cancel by ana")
         os.kill(os.getpid(), signal.SIGTERM)
         attempt.fail(Interrupted("stopped after step 4"))
     found = workspace.read_attempt(attempt.stage_id, 1)
@@ -389,7 +389,7 @@ def test_a_note_beside_the_attempt_stops_it_without_a_signal(
 ) -> None:
     monkeypatch.setattr("infra.attempt.stage_io.INTERVAL_S", 0.01)
     with run() as attempt:
-        workspace.ask_stop(attempt.stage_id, 1, "interrupted", "Ctrl-C")
+        workspace.request_stop_of(attempt.stage_id, 1, "interrupted", "Ctrl-C")
         for _ in range(500):
             if attempt.io.should_stop():
                 break

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flows.proving.planning import (
+from flows.proving.proof_plan import (
     PHASES,
     Trained,
     draw_points,
@@ -28,7 +28,7 @@ from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.lint import check_card
 from refiner_core.cards.public import public_proof
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of
+from refiner_core.contract.proofs import Interruption, ProofComparison, ResumeProof, verdict_of
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.equality import (
     Row,
@@ -179,16 +179,16 @@ def test_points_lie_before_the_last_step_and_cover_every_phase(kind: Trained, se
 # ------------------------------------------------------------ verdict, record, card
 
 SAME = (
-    Comparison("loss trace", 120),
-    Comparison("rollouts", 96),
-    Comparison("weights", 46),
-    Comparison("random states", 1261),
+    ProofComparison("loss trace", 120),
+    ProofComparison("rollouts", 96),
+    ProofComparison("weights", 46),
+    ProofComparison("random states", 1261),
 )
 NEAR = (replace(SAME[0], differing=3, largest=0.0004, first_step=5, first="loss: 1 …"), *SAME[1:])
 FAR = (replace(SAME[0], differing=9, largest=None, first_step=7, first="steps: …"), *SAME[1:])
 
 
-def proof(comparisons: tuple[Comparison, ...] = SAME, **changes: Any) -> ResumeProof:
+def proof(comparisons: tuple[ProofComparison, ...] = SAME, **changes: Any) -> ResumeProof:
     facts = full_facts()
     given: dict[str, Any] = {
         **{"version": 1, "recipe": "tiny", "stage": "grpo", "fingerprint": facts.fingerprint},
@@ -236,7 +236,7 @@ def test_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
     ],
 )
 def test_a_proof_on_a_card_is_checked(
-    comparisons: tuple[Comparison, ...], tolerance: float, says: str
+    comparisons: tuple[ProofComparison, ...], tolerance: float, says: str
 ) -> None:
     facts = full_facts(proof=public_proof(proof(comparisons, tolerance=tolerance)))
     card, evidence = build_card(facts), evidence_text(facts, [])

@@ -17,7 +17,7 @@ from refiner_core.contract.types import Judgement, JudgeRequest, JudgeUsage, Pro
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.judges import LexicalJudge
 from refiner_core.judges.calls import plan_calls, read_reply
-from refiner_core.judges.surroundings import (
+from refiner_core.judges.context import (
     usage_between,
     usage_from_json,
     usage_metrics,

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.reporting.run.report import changed_settings, shown_overrides
-from flows.reporting.run.results import choose, points_of, said_in_evaluation, said_in_training
+from flows.reporting.run.report import changed_settings, masked_overrides
+from flows.reporting.run.results import choose, points_of, text_in_evaluation, text_in_training
 from flows.reporting.samples import SamplesReader
 from infra.host.secrets import HIDDEN, masked, without_secrets
 from infra.store.traces import MetricsLine, read_metrics
@@ -100,7 +100,7 @@ def rollout(reward: RewardConfig, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("no_rubrics", [0.0, 1.0])
 def test_the_parts_of_a_reward_add_up_to_it(reward: RewardConfig, no_rubrics: float) -> None:
     row = rollout(reward, no_rubrics=no_rubrics)
-    said = said_in_training(row, reward)
+    said = text_in_training(row, reward)
     assert sum(part["share"] for part in said["parts"]) == pytest.approx(row["reward"])
     assert {part["name"] for part in said["parts"]} == {"rubric", "citation"}
     assert said["metrics"]["advantage"] == -0.5
@@ -125,7 +125,7 @@ def test_long_texts_of_an_episode_are_cut() -> None:
         **{"reward/reward": 0.25, "reward/partial": 0.4, "reward/alpha": 0.25, "reward/turns": 1.0},
         "episode": json.dumps(EPISODE),
     }
-    said = said_in_training(row, REWARD)
+    said = text_in_training(row, REWARD)
     assert (said["text"], said["failed"]) == ("", "incomplete")
     assert [(p["name"], p["share"]) for p in said["parts"]] == [("reward", 0.25), ("partial", 0.1)]
     assert len(said["episode"]["turns"][0]["text"]) < 4_100
@@ -140,7 +140,7 @@ def test_an_episode_with_a_user_error_has_no_reward() -> None:
         **{"finish_reason": "stop", "reward": None, "success": None, "episode_error": 1.0},
         **{"judgements": "[]", "episode": json.dumps(broken), "failure": ""},
     }
-    said = said_in_evaluation(row, "grpo", REWARD)
+    said = text_in_evaluation(row, "grpo", REWARD)
     assert (said["reward"], said["parts"]) == (None, ())
     assert said["failed"] == "user_down: The user does not answer."
     assert said["metrics"] == {"episode_error": 1.0}
@@ -171,7 +171,7 @@ def test_settings_that_carry_secrets_are_named_and_not_shown() -> None:
     config["grpo"]["beta"] = 0.5
     found = changed_settings(config)
     assert found == {"command.env": HIDDEN, "grpo.beta": 0.5}
-    assert shown_overrides(["command.env=[A=b]", "seed=2"]) == (f"command.env={HIDDEN}", "seed=2")
+    assert masked_overrides(["command.env=[A=b]", "seed=2"]) == (f"command.env={HIDDEN}", "seed=2")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_settings_that_carry_secrets_are_named_and_not_shown() -> None:
     ],
 )
 def test_no_override_shows_a_secret(word: str) -> None:
-    assert "abc123xyz" not in shown_overrides([word])[0]
+    assert "abc123xyz" not in masked_overrides([word])[0]
 
 
 def test_secrets_of_the_environment_are_masked(

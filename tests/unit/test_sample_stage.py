@@ -37,7 +37,7 @@ from refiner_core.data.prepared import (
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.protocol import row_of_task
 from refiner_core.judges import LexicalJudge
-from refiner_core.rejection.attempts import Attempt, load_attempts
+from refiner_core.rejection.attempts import RejectionAttempt, load_attempts
 from refiner_core.rejection.stage import sample_attempts
 from tests.support.counting import RULES, TOOLS, Counting, call, task_of
 from tests.support.qwen_like import qwen_like
@@ -111,7 +111,7 @@ class Bench:
     def files(self, name: str = "out") -> dict[str, bytes]:
         return {file: (self.root / name / file).read_bytes() for file in FILES}
 
-    def attempts(self, name: str = "out") -> list[Attempt]:
+    def attempts(self, name: str = "out") -> list[RejectionAttempt]:
         return load_attempts(self.root / name / "attempts.parquet")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import infra
-from flows.cards.reproduction import recipe_text, said_again
+from flows.cards.reproduction import recipe_text, restated
 from flows.cli.main import main
 from infra.attempt.stage_io import MaskingFormatter
 from infra.host.processes import environment
@@ -27,7 +27,7 @@ from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.public import public_body, public_command
 from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.checks.secrets import given_secrets, has_secret, is_secret_name
+from refiner_core.contract.checks.secrets import assigned_secrets, has_secret, is_secret_name
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import apply_overrides
@@ -144,7 +144,7 @@ def test_masking_is_linear_whatever_the_text(piece: str) -> None:
     masked(text)
     without_secrets(text)
     has_secret(text)
-    list(given_secrets(text))
+    list(assigned_secrets(text))
 
 
 def test_the_environment_is_read_while_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_texts_that_could_be_secrets_are_published_as_digests() -> None:
 
 def test_no_card_recipe_or_evidence_has_such_a_text() -> None:
     config = replace(CONFIG, judge=replace(CONFIG.judge, extra_body=BODY))
-    words = said_again([f"judge.extra_body={BODY}"], config, CONFIG)
+    words = restated([f"judge.extra_body={BODY}"], config, CONFIG)
     command = public_command(shlex.join(["refiner", "run", "tiny", *words]))
     told = published_facts(full_facts(config=config, command=command))
     for text in (build_card(told), evidence_text(told, []), recipe_text(config), *words):

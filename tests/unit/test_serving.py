@@ -21,11 +21,17 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from infra.foreign.process import MARK
+from infra.external.process import MARK
 from infra.host.processes import free_port, holder_of, node_address
 from infra.jobs.failures import classify
-from infra.services.judges import Refuses, Server, check_chat, known_key, service_key
-from infra.services.process import Listening, error_line, server_environment, server_text
+from infra.services.judges import (
+    JudgeServerProcess,
+    ServerRefusal,
+    check_chat,
+    known_key,
+    service_key,
+)
+from infra.services.process import ListenAddress, error_line, server_environment, server_text
 from infra.store import orchestrators as leases_module
 from infra.store.orchestrators import (
     LOST_AFTER_S,
@@ -42,10 +48,10 @@ from refiner_core.contract.config import JudgeConfig, RecipeConfig, ServeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.plan_builder import judge_service
-from refiner_core.contract.records import Outcome
+from refiner_core.contract.records import AttemptOutcome
 from refiner_core.contract.types import Endpoint, JudgeRequest
+from refiner_core.judges.context import JudgeContext
 from refiner_core.judges.openai import OpenAIJudge
-from refiner_core.judges.surroundings import Surroundings
 from refiner_core.models import tiny_model_dir
 from tests.support.command import wait_until
 from tests.support.judge_server import JudgeServer, score
@@ -57,7 +63,7 @@ from tests.support.users import needs_users
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[1] / "support" / "served_judge.py"
-AT = Listening("127.0.0.1", 8123)
+AT = ListenAddress("127.0.0.1", 8123)
 JUDGE = JudgeConfig(kind="openai", model="org/judge", revision="r1")
 
 
@@ -201,7 +207,7 @@ def test_a_judge_key_goes_to_no_server(tmp_path: Path, monkeypatch: pytest.Monke
     key, source = service_key(tmp_path, os.environ)
     assert (key != "sk-worth-money", source) == (True, "file")
     with JudgeServer(lambda body, call: score(2)) as server:
-        around = Surroundings(endpoints=lambda: [Endpoint(server.base_url)])
+        around = JudgeContext(endpoints=lambda: [Endpoint(server.base_url)])
         with OpenAIJudge(JUDGE, around) as judge:
             judge.judge([JudgeRequest("citation_needed", "Q?", "Text.")])
         assert server.headers
@@ -291,7 +297,7 @@ def test_only_leases_of_open_attempts_and_live_calls_count(workspace: Workspace)
     assert held_by_others(workspace, "serve-1", {stage.id, "my-run"}) == ""
     assert held_by_others(workspace, "serve-1", {"my-run"}) == holder
     leases.keep([])
-    workspace.close_attempt(stage.id, 1, Outcome("killed", "resume"))
+    workspace.close_attempt(stage.id, 1, AttemptOutcome("killed", "resume"))
     assert holders(workspace, "serve-1") == []
     assert LeaseWatch(workspace, "serve-1").look() == []
     assert [*service.glob("leases/[!.]*.json")] == []
@@ -307,11 +313,13 @@ def own(mode: str = "ok", **fields: Any) -> JudgeConfig:
     return JudgeConfig("openai", "m", serve_command=command, serve=ServeConfig(**fields))
 
 
-def server_of(tmp_path: Path, judge: JudgeConfig, **more: Any) -> Server:
-    return Server(judge, tmp_path, key="the-key-of-this-test", log="/there/log.txt", **more)
+def server_of(tmp_path: Path, judge: JudgeConfig, **more: Any) -> JudgeServerProcess:
+    return JudgeServerProcess(
+        judge, tmp_path, key="the-key-of-this-test", log="/there/log.txt", **more
+    )
 
 
-def group_of(server: Server) -> list[psutil.Process]:
+def group_of(server: JudgeServerProcess) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
@@ -433,7 +441,7 @@ def test_a_stop_is_heard_while_weights_are_loaded(tmp_path: Path) -> None:
 def test_the_death_of_a_running_server_is_reported(tmp_path: Path) -> None:
     with server_of(tmp_path, own()) as server:
         server.check_alive()
-        with pytest.raises(Refuses, match="does not exist"):
+        with pytest.raises(ServerRefusal, match="does not exist"):
             check_chat(server.endpoint, "another model")
         for process in group_of(server):
             process.kill()
@@ -463,7 +471,7 @@ def test_transformers_serves_the_shipped_model(tmp_path: Path) -> None:
         "openai", model, serve=ServeConfig(engine="transformers", python=sys.executable)
     )
     judge = serve(judge, args=("--device cpu",), setup=("export OMP_NUM_THREADS=1",))
-    with Server(judge, tmp_path) as server:
+    with JudgeServerProcess(judge, tmp_path) as server:
         check_chat(server.endpoint, model)
         server.check_alive()
 
@@ -475,10 +483,10 @@ def test_vllm_serves_the_shipped_model_with_a_key(tmp_path: Path) -> None:
     judge = serve(judge, args=("--dtype float32", "--max-model-len 8192", "--enforce-eager"))
     with server_of(tmp_path, judge, weights=str(tiny_model_dir())) as server:
         check_chat(server.endpoint, "builtin:tiny")
-        with pytest.raises(Refuses, match="401"):
+        with pytest.raises(ServerRefusal, match="401"):
             check_chat(Endpoint(server.endpoint.url), "builtin:tiny")
         # No judge, but it can be held to the form of a judgement.
-        around = Surroundings(endpoints=lambda: [server.endpoint])
+        around = JudgeContext(endpoints=lambda: [server.endpoint])
         with OpenAIJudge(replace(judge, max_tokens=32), around) as asked:
             requests = [JudgeRequest("citation_needed", "Q?", f"Text {n}.") for n in range(4)]
             assert [j.detail for j in asked.judge(requests)] == [""] * 4

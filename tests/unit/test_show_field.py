@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.main import main
-from flows.starting.fields import InRecipe, field_json, field_lines
+from flows.starting.fields import RecipeValues, field_json, field_lines
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.field_facts import facts_of, field_paths, fields_below, fields_called
 from refiner_core.contract.fields import replace_fields
@@ -28,7 +28,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str
 
 
 def test_every_field_can_be_shown() -> None:
-    found = InRecipe.read("tiny", ())
+    found = RecipeValues.read("tiny", ())
     for path in field_paths():
         facts = facts_of(path)
         lines = field_lines(facts, found)
@@ -73,7 +73,7 @@ def test_the_source_is_the_file_and_line_that_counts(
 ) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("include: tiny\nseed: 5\ngrpo:\n  # more care\n  beta: 0.02\n  keep: ${seed}\n")
-    found = InRecipe.read(str(mine), ["grpo.top_p=0.9"])
+    found = RecipeValues.read(str(mine), ["grpo.top_p=0.9"])
     assert found.source("grpo.beta") == f"{mine}:5"
     assert found.source("grpo.top_p") == "override"
     assert found.source("grpo.temperature") == "default"
@@ -90,7 +90,7 @@ def test_the_source_is_the_file_and_line_that_counts(
 
 @pytest.mark.parametrize("recipe", sorted(shipped_recipes()))
 def test_every_value_of_a_shipped_recipe_has_a_source(recipe: str) -> None:
-    found = InRecipe.read(recipe, ())
+    found = RecipeValues.read(recipe, ())
     defaults = RecipeConfig()
     for path in field_paths():
         if found.value(path) != get_field(defaults, path) and path != "recipe":

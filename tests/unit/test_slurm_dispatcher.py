@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.slurm.profiles import Container, Place, Profile
+from infra.slurm.profiles import Container, JobPlacement, Profile
 from infra.slurm.scheduler import RealSlurm, SlurmUnavailable
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import (
@@ -169,7 +169,7 @@ def test_a_job_is_looked_for_after_a_timeout_of_sbatch(fake: FakeSlurm, campaign
     assert campaign.dispatcher.submit([found]) == {}
     assert campaign.dispatcher.submit([lost]) == {}
     fake.set_jobs({"7": {"state": "RUNNING", "name": found.comment}})
-    assert campaign.sight(found).state == "RUNNING"
+    assert campaign.job_status(found).state == "RUNNING"
     assert campaign.job_id(found) == "7"
     end = campaign.wait_dead(lost, 10).end
     assert (end.failure, end.decision) == ("system_outage", "resume")
@@ -188,7 +188,7 @@ def test_a_refused_request_leaves_the_others(fake: FakeSlurm, tmp_path: Path) ->
 
 
 def test_workers_get_settings_of_the_profile(fake: FakeSlurm, tmp_path: Path) -> None:
-    profile = Profile(name="x", env={"NCCL_DEBUG": "INFO"}, cpu=Place(partition="cpu"))
+    profile = Profile(name="x", env={"NCCL_DEBUG": "INFO"}, cpu=JobPlacement(partition="cpu"))
     campaign = Campaign(tmp_path / "w", profile)
     command = campaign.dispatcher.command(campaign.claim())
     assert command[0] == "env"
@@ -215,14 +215,14 @@ def test_a_restarted_attempt_is_classified_by_its_log(fake: FakeSlurm, campaign:
     campaign.workspace.layout.attempt(*again.ref).job.write_text(job.job.read_text())
     (job.submitit / "101_0_log.err").write_text("error: Detected 1 oom_kill event in StepId=101.0")
     fake.set_jobs({"101": {"state": "FAILED", "exit_code": "1:0", "live": False}})
-    assert campaign.sight(again).end.failure == "out_of_memory"
+    assert campaign.job_status(again).end.failure == "out_of_memory"
 
 
 def test_a_read_only_look_records_nothing(fake: FakeSlurm, campaign: Campaign) -> None:
     request = campaign.claim()
     fake.set_jobs({"7": {"state": "RUNNING", "name": request.comment}})
     campaign.dispatcher = campaign.another_dispatcher(adopt=False)
-    assert campaign.sight(request).state == "RUNNING"
+    assert campaign.job_status(request).state == "RUNNING"
     assert not campaign.workspace.layout.attempt(*request.ref).job.exists()
 
 
@@ -231,7 +231,7 @@ def test_odd_names_of_other_jobs_are_harmless(fake: FakeSlurm, campaign: Campaig
     mine = fake.jobs
     odd = {"state": "RUNNING", "name": "JobState=FAILED ExitCode=1:0 a|b"}
     fake.set_jobs({**mine, "200": odd, "201": {"state": "RUNNING", "name": "two\nlines"}})
-    assert campaign.sight(request).state == "PENDING"
+    assert campaign.job_status(request).state == "PENDING"
     fake.set_jobs({"101": {**mine["101"], "state": "TIMEOUT", "live": False}, "200": odd})
     assert campaign.wait_dead(request).end.failure == "time_limit"
 
@@ -245,14 +245,14 @@ def test_a_copied_workspace_kills_no_job(
     root = campaign.workspace.root
     shutil.copytree(root, tmp_path / "copy")
     copy = Campaign(tmp_path / "copy", poll_s=0.0)
-    sight = copy.sight(request)
-    assert sight.sight == "dead"
-    assert str(root) in sight.end.message
-    assert sight.end.decision == "resume"
+    job_status = copy.job_status(request)
+    assert job_status.job_status == "dead"
+    assert str(root) in job_status.end.message
+    assert job_status.end.decision == "resume"
     copy.dispatcher.kill(copy.open(request))
     assert not copy.dispatcher.stop(copy.open(request))
     assert fake.calls("scancel") == []
-    assert campaign.sight(request).sight == "live"
+    assert campaign.job_status(request).job_status == "live"
 
 
 @pytest.mark.parametrize("seen", ["by a link", "moved"])
@@ -265,7 +265,7 @@ def test_a_moved_workspace_is_no_copy(
         root.rename(tmp_path / "there")
     else:
         (tmp_path / "there").symlink_to(root)
-    assert Campaign(tmp_path / "there", poll_s=0.0).sight(request).sight == "live"
+    assert Campaign(tmp_path / "there", poll_s=0.0).job_status(request).job_status == "live"
 
 
 def test_stop_reaches_running_jobs_kill_and_release_all(
@@ -291,11 +291,11 @@ def test_failing_commands_are_an_absent_scheduler(
     (request,) = campaign.submit(campaign.claim())
     (fake.bin / "squeue").rename(fake.bin / "away")
     monkeypatch.setenv("PATH", str(fake.bin))
-    assert campaign.sight(request).sight in ("live", "unknown")
+    assert campaign.job_status(request).job_status in ("live", "unknown")
     (fake.bin / "away").rename(fake.bin / "squeue")
     for command in ("squeue", "scontrol", "scancel", "sacct"):
         fake.fail(command, "slurm_load_jobs error: Unable to contact slurm controller")
-    assert campaign.sight(request).sight in ("live", "unknown")
+    assert campaign.job_status(request).job_status in ("live", "unknown")
     campaign.dispatcher.kill(campaign.open(request))
     campaign.dispatcher.release(campaign.open(request))
     assert not campaign.dispatcher.stop(campaign.open(request))
@@ -305,7 +305,7 @@ def test_failing_commands_are_an_absent_scheduler(
 
     monkeypatch.setattr(subprocess, "run", no_more)
     assert not campaign.dispatcher.stop(campaign.open(request))
-    assert campaign.sight(request).sight in ("live", "unknown")
+    assert campaign.job_status(request).job_status in ("live", "unknown")
     assert not campaign.dispatcher.kill(campaign.open(request))
 
 
@@ -318,7 +318,7 @@ def test_a_job_of_another_user_is_not_ours(fake: FakeSlurm, campaign: Campaign, 
     forged = f"{request.comment} UserId=me({os.getuid()}) JobState=COMPLETED"
     fake.set_jobs({"66": {**theirs, **flags}, "67": {**theirs, **flags, "name": forged}})
     for _ in range(3):
-        assert campaign.sight(request).state != "COMPLETED"
+        assert campaign.job_status(request).state != "COMPLETED"
     assert not campaign.workspace.layout.attempt(*request.ref).job.exists()
 
 

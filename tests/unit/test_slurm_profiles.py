@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.slurm.profiles import Place, Profile, list_profiles, load_profile
+from infra.slurm.profiles import JobPlacement, Profile, list_profiles, load_profile
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from tests.support.plans import small_plan
@@ -85,7 +85,7 @@ def test_cpu_stages_go_where_the_profile_says() -> None:
 
 
 def test_cpu_jobs_have_their_own_partition() -> None:
-    cpu = Place(partition="cpu", max_time_min=60, sbatch={"mem": None})
+    cpu = JobPlacement(partition="cpu", max_time_min=60, sbatch={"mem": None})
     profile = Profile(
         partition="gpu", account="a", max_time_min=600, sbatch={"mail-type": "FAIL"}, cpu=cpu
     )

@@ -11,10 +11,10 @@ import pytest
 from infra.slurm.scheduler import (
     LONGEST_PAUSE_S,
     Answer,
+    JobQuery,
     Row,
     SchedulerView,
     SlurmUnavailable,
-    Wanted,
 )
 from infra.slurm.states import JobFacts
 
@@ -71,14 +71,14 @@ class World:
             self.scheduler, poll_s, patience=(3, 15.0), clock=lambda: self.now
         )
 
-    def look(self, *wanted: Wanted, after_s: float = 10.0) -> list[Answer]:
+    def look(self, *wanted: JobQuery, after_s: float = 10.0) -> list[Answer]:
         self.now += after_s
         answers = self.view.look(wanted)
         return [answers[w.key] for w in wanted]
 
 
-def job(number: str | None, name: str = "", task: int | None = None) -> Wanted:
-    return Wanted(number, name or f"name-{number}", task, "0")
+def job(number: str | None, name: str = "", task: int | None = None) -> JobQuery:
+    return JobQuery(number, name or f"name-{number}", task, "0")
 
 
 def state(answer: Answer) -> str:

@@ -14,7 +14,7 @@ from infra.slurm.states import (
     facts_of,
     facts_of_accounts,
     lost_end,
-    sight_of,
+    status_of,
 )
 
 # Every state of Slurm 22.05 to 25.05 (`man squeue`, JOB STATE CODES; `man sacct`).
@@ -32,8 +32,8 @@ EXIT_3 = "subprocess.CalledProcessError: Command '['env']' returned non-zero exi
 IMPORT = "ModuleNotFoundError: No module named 'x'\n" + EXIT_3.replace("3.", "1.")
 
 
-def sight(state: str, reason: str = "", **more: Any) -> Any:
-    return sight_of(JobFacts("7", state, reason, **more), True, lambda: "")
+def job_status(state: str, reason: str = "", **more: Any) -> Any:
+    return status_of(JobFacts("7", state, reason, **more), True, lambda: "")
 
 
 def test_the_table_has_every_state() -> None:
@@ -72,8 +72,8 @@ def test_the_table_has_every_state() -> None:
     ],
 )
 def test_live_and_running_states(state: str, expected: str, running: bool) -> None:
-    seen = sight(state)
-    assert (seen.sight, seen.running) == (expected, running)
+    seen = job_status(state)
+    assert (seen.job_status, seen.running) == (expected, running)
     assert (seen.end is not None) == (expected == "dead")
 
 
@@ -162,7 +162,7 @@ def test_a_job_that_never_existed_is_submitted_again() -> None:
     ],
 )
 def test_limits_are_explained(reason: str, hint: str) -> None:
-    said = sight("PENDING", reason).reason
+    said = job_status("PENDING", reason).reason
     assert said.startswith(reason)
     assert hint in said
     assert hint or said == reason
@@ -170,21 +170,21 @@ def test_limits_are_explained(reason: str, hint: str) -> None:
 
 @pytest.mark.parametrize("reason", ["launch failed requeued held", "launch_failed_requeued_held"])
 def test_a_failed_start_is_held_and_can_be_released(reason: str) -> None:
-    seen = sight("PENDING", reason)
-    assert (seen.sight, seen.held, seen.running) == ("live", True, False)
+    seen = job_status("PENDING", reason)
+    assert (seen.job_status, seen.held, seen.running) == ("live", True, False)
 
 
 @pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin"])
 def test_a_job_held_by_a_person_is_not_released(reason: str) -> None:
-    seen = sight("PENDING", reason)
+    seen = job_status("PENDING", reason)
     assert not seen.held
     assert "release" in seen.reason
 
 
 @pytest.mark.parametrize("reason", sorted(NEVER))
 def test_reasons_that_never_pass_are_explained(reason: str) -> None:
-    seen = sight("PENDING", f"{reason}, and more")
-    assert (seen.sight, seen.end) == ("live", None)
+    seen = job_status("PENDING", f"{reason}, and more")
+    assert (seen.job_status, seen.end) == ("live", None)
     assert seen.reason == f"{reason}: {NEVER[reason]}"
 
 
@@ -207,9 +207,9 @@ def test_messages_name_the_signal_the_node_and_the_user() -> None:
 
 
 def test_empty_and_ordinary_reasons() -> None:
-    assert sight("PENDING", "Resources").reason == "Resources"
-    assert sight("RUNNING", "").reason == ""
-    assert "suspended" in sight("SUSPENDED", "").reason
+    assert job_status("PENDING", "Resources").reason == "Resources"
+    assert job_status("RUNNING", "").reason == ""
+    assert "suspended" in job_status("SUSPENDED", "").reason
     row = {"id": "7", "state": "PENDING", "reason": "None", "node": "None assigned", "name": "x"}
     job = facts_of(row, "squeue")
     assert (job.reason, job.node, job.preempted) == ("", "", False)

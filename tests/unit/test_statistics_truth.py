@@ -12,7 +12,7 @@ import pytest
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.power import (
-    Components,
+    VarianceComponents,
     detectable_effect,
     power_of,
     variance_components,
@@ -67,7 +67,7 @@ def test_a_lenient_judge_is_no_progress_in_a_hundred_sweeps() -> None:
 
 def test_an_effect_that_is_called_detectable_is_found_in_four_of_five() -> None:
     world = World(seed=0.05)
-    parts = Components(2 * world.seed**2, 2 * world.interaction**2, 2 * world.residual**2)
+    parts = VarianceComponents(2 * world.seed**2, 2 * world.interaction**2, 2 * world.residual**2)
     effect = detectable_effect(parts, 3, 100)
     values = world.draw(np.random.default_rng(3), (1_000, 3, 100), (0.0, effect))
     found = two_way_means((values[:, 1] - values[:, 0]).astype(np.float64))
@@ -78,14 +78,14 @@ def test_an_effect_that_is_called_detectable_is_found_in_four_of_five() -> None:
 
 
 def test_more_of_what_spreads_sees_smaller_effects() -> None:
-    seeds_spread = Components(0.01, 0.001, 0.01)
+    seeds_spread = VarianceComponents(0.01, 0.001, 0.01)
     assert detectable_effect(seeds_spread, 5, 50) < detectable_effect(seeds_spread, 3, 50) / 1.5
     assert detectable_effect(seeds_spread, 3, 500) > 0.9 * detectable_effect(seeds_spread, 3, 50)
-    prompts_spread = Components(0.0, 0.09, 0.09)
+    prompts_spread = VarianceComponents(0.0, 0.09, 0.09)
     few, many = (detectable_effect(prompts_spread, 3, n) for n in (50, 200))
     assert many == pytest.approx(few / 2, rel=0.05)
     assert detectable_effect(prompts_spread, 3, 1) == math.inf
-    assert detectable_effect(Components(0.0, 0.0, 0.0), 3, 50) == 0.0
+    assert detectable_effect(VarianceComponents(0.0, 0.0, 0.0), 3, 50) == 0.0
 
 
 def test_components_are_those_that_values_were_drawn_with() -> None:

@@ -15,15 +15,22 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from flows.running.status import HurriedRouter, RunStatus, StageStatus, Watcher, eta_s, find_run
+from flows.running.status import (
+    BackgroundRouter,
+    RunStatus,
+    RunWatcher,
+    StageStatus,
+    eta_s,
+    find_run,
+)
 from infra.host.processes import ProcessId
-from infra.jobs.dispatch import Router, router_to_look
-from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
+from infra.jobs.dispatch import Router, read_only_router
+from infra.jobs.dispatcher import AttemptRef, JobStatus, OpenAttempt
 from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.records import Attempt, Outcome, RunRecord, to_json
+from refiner_core.contract.records import Attempt, AttemptOutcome, RunRecord, to_json
 from tests.support.plans import OWNER, claim, run_record, small_plan
 
 
@@ -41,7 +48,7 @@ def run(workspace: Workspace) -> RunRecord:
 
 
 def look(workspace: Workspace, run: RunRecord) -> RunStatus:
-    return Watcher(workspace, run).look()
+    return RunWatcher(workspace, run).look()
 
 
 def stage(status: RunStatus, name: str) -> StageStatus:
@@ -56,7 +63,9 @@ def note(workspace: Workspace, run: RunRecord, **event: Any) -> None:
 def test_a_failed_attempt_is_shown_with_its_reason(workspace: Workspace, run: RunRecord) -> None:
     planned = claim(workspace, small_plan(), "sft")
     workspace.start_attempt(planned.id, 1, {"started_at": "2026-11-21T01:00", "node": "n3"})
-    outcome = Outcome("disk_full", "resume", "saving the checkpoint of step 7", 5, 7, errno=122)
+    outcome = AttemptOutcome(
+        "disk_full", "resume", "saving the checkpoint of step 7", 5, 7, errno=122
+    )
     workspace.close_attempt(planned.id, 1, outcome, 10.0)
     found = look(workspace, run)
     row = stage(found, "sft")
@@ -86,7 +95,7 @@ class Silent:
 
     executor = "slurm"
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         time.sleep(30)
         return {}
 
@@ -95,8 +104,8 @@ def test_a_silent_scheduler_delays_no_status() -> None:
     attempt = Attempt(1, "c", "slurm", OWNER, "2026-11-21T01:00:00+00:00", job_id="9")
     ref = AttemptRef("grpo-1", 1)
     slow = Router({"slurm": Silent()}, lambda _: "slurm")  # type: ignore[dict-item]
-    router = HurriedRouter(slow, 0.1)
-    assert router.look([OpenAttempt(ref, attempt)])[ref].sight == "unknown"
+    router = BackgroundRouter(slow, 0.1)
+    assert router.look([OpenAttempt(ref, attempt)])[ref].job_status == "unknown"
     assert "0.1 s" in router.late
 
 
@@ -178,7 +187,7 @@ def test_logs_follow_the_next_attempt(
         planned = claim(workspace, plan, "sft", after=number - 1)
         workspace.layout.attempt(planned.id, number).log.write_text(f"log {number} ü\n")
         decision: Any = "resume" if number == 1 else "stop"
-        outcome = Outcome(failure, decision)  # type: ignore[arg-type]
+        outcome = AttemptOutcome(failure, decision)  # type: ignore[arg-type]
         workspace.close_attempt(planned.id, number, outcome)
     assert main(["logs", "-f", "sft", "--attempt", "1", f"workspace={workspace.root}"]) == 0
     shown = capsys.readouterr()
@@ -188,7 +197,7 @@ def test_logs_follow_the_next_attempt(
 
 def test_the_reason_for_an_unseen_cluster_is_shown(workspace: Workspace, tmp_path: Path) -> None:
     gone = tmp_path / "gone.yaml"
-    router = router_to_look(DispatchConfig(executor="slurm", profile=str(gone)), workspace)
+    router = read_only_router(DispatchConfig(executor="slurm", profile=str(gone)), workspace)
     ref, attempt = (
         AttemptRef("data-0123456789ab", 1),
         Attempt(1, "c", "slurm", OWNER, "2026-11-21T01:00:00+00:00"),

@@ -15,7 +15,7 @@ from refiner_core.contract.planned import PlannedStage
 from sweeps.forecast import (
     CanaryMeasure,
     History,
-    Measured,
+    StageMeasure,
     SweepForecast,
     forecast_sweep,
     passed_limits,
@@ -47,11 +47,11 @@ def plan() -> SweepPlan:
     return _plan({"a": (), "b": ("grpo.beta=0.01",)})
 
 
-def _measured(stage: PlannedStage, plan: Plan, **known: Any) -> Measured:
+def _measured(stage: PlannedStage, plan: Plan, **known: Any) -> StageMeasure:
     """A finished stage, exactly like one that is planned."""
     prompts = 10 if stage.kind == "evaluate" else None
     model = stage.sources.get("model", "")
-    return Measured(
+    return StageMeasure(
         shape=shape_of(stage.kind, stage.identity, model, stage.resources.gpus),
         work=work_of(stage.kind, stage.identity, prompts=prompts),
         identity=stage.identity,

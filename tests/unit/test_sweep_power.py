@@ -11,16 +11,16 @@ import pytest
 from flows.running.calls import make_recipe_plan
 from flows.sweeping.planning import detectable_json, detectable_lines
 from refiner_core.evaluation.power import (
-    Components,
+    VarianceComponents,
     detectable_effect,
     likely_components,
     power_of,
     variance_components,
 )
-from sweeps.power import Evidence, aim_of, assumed, detectable
+from sweeps.power import SpreadEvidence, aim_of, assumed, detectable
 from sweeps.values import Question, SweepFile, SweepPlan, Trial
 
-KNOWN = Evidence(Components(0.0001, 0.01, 0.05, 3, 100), "pairs", "measured", 0.5)
+KNOWN = SpreadEvidence(VarianceComponents(0.0001, 0.01, 0.05, 3, 100), "pairs", "measured", 0.5)
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def test_the_suggested_size_is_the_least_sufficient_one(plan: SweepPlan) -> None
         assert told in found.warnings[0]
     enough = detectable(_asks(plan, smallest_effect=0.09), 100, KNOWN)
     assert (enough.would_do, enough.warnings) == (None, ())
-    quiet = replace(KNOWN, components=Components(0.0, 0.0, 0.05, 3, 100))
+    quiet = replace(KNOWN, components=VarianceComponents(0.0, 0.0, 0.05, 3, 100))
     one = detectable(_asks(_plan((1,)), smallest_effect=0.06), 100, quiet)
     assert one.would_do["seeds"] == 4, "two differ by too much to show it"
 
@@ -131,7 +131,7 @@ def test_shares_have_a_worst_case_and_other_numbers_none(plan: SweepPlan) -> Non
 
 
 def test_one_planned_seed_of_what_only_seeds_spread_has_an_answer() -> None:
-    assert detectable_effect(Components(0.01, 0.0, 0.0), seeds=1, prompts=50) == 0.0
+    assert detectable_effect(VarianceComponents(0.01, 0.0, 0.0), seeds=1, prompts=50) == 0.0
 
 
 def test_a_few_earlier_seeds_give_a_range_and_not_a_number(plan: SweepPlan) -> None:
@@ -142,10 +142,12 @@ def test_a_few_earlier_seeds_give_a_range_and_not_a_number(plan: SweepPlan) -> N
     told = detectable_lines(found)[1]
     assert told.startswith(f"  likely between {low:.3f} and {high:.3f}: 3 seeds say little")
     assert detectable_json(found)["effect_range"] == [low, high]
-    more = Evidence(KNOWN.components._replace(seeds=30), "pairs", "measured", 0.5)  # type: ignore[union-attr]
+    more = SpreadEvidence(KNOWN.components._replace(seeds=30), "pairs", "measured", 0.5)  # type: ignore[union-attr]
     narrow = detectable(plan, 100, more).effect_range
     assert low <= narrow[0] <= found.effect < narrow[1] < high
-    one_seed = Evidence(Components(None, 0.06, 0.0, 1, 100), "one seed", "measured", 0.5)
+    one_seed = SpreadEvidence(
+        VarianceComponents(None, 0.06, 0.0, 1, 100), "one seed", "measured", 0.5
+    )
     assert detectable(plan, 100, one_seed).effect_range is None
     assert detectable_json(detectable(plan, None, KNOWN))["effect_range"] is None
 
@@ -154,7 +156,7 @@ def test_a_few_earlier_seeds_give_a_range_and_not_a_number(plan: SweepPlan) -> N
 def test_the_range_holds_the_truth_about_as_often_as_it_says(seed_sd: float) -> None:
     """From one earlier pair of arms with three seeds."""
     rng = np.random.default_rng(5)
-    truth = detectable_effect(Components(seed_sd**2, 0.002, 0.05), 3, 100)
+    truth = detectable_effect(VarianceComponents(seed_sd**2, 0.002, 0.05), 3, 100)
     held = 0
     for _ in range(80):
         values = rng.normal(0, seed_sd or 1e-12, (3, 1)) + rng.normal(0, 0.002**0.5, (1, 100))

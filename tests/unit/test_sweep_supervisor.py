@@ -14,7 +14,7 @@ import pytest
 from flows.running.following import SweepFollower, inputs_of
 from flows.sweeping.launching import record_version, suspend_sweep
 from flows.sweeping.status import SweepWatcher
-from infra.jobs.protocol import AttemptRef, JobRequest
+from infra.jobs.dispatcher import AttemptRef, JobRequest
 from infra.orchestrator.timeline import read_events
 from infra.store import atomic
 from infra.store.layout import sweep_call
@@ -24,7 +24,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.records import RunRecord, SweepRecord
-from sweeps.forecast import History, Passed, SweepForecast, forecast_sweep
+from sweeps.forecast import ExceededLimit, History, SweepForecast, forecast_sweep
 from sweeps.values import Limits, SweepPlan
 from tests.support.sweeping import TRAINED, Bench, Jobs, bench, small_sweep
 
@@ -232,9 +232,9 @@ def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_s
     """Its work is saved, and the same command continues."""
     plan = small_sweep()
 
-    def passed(forecast: SweepForecast) -> list[Passed]:
+    def passed(forecast: SweepForecast) -> list[ExceededLimit]:
         return (
-            [Passed("gpu_hours", "GPU-hours", 200, 310, False, "not one")]
+            [ExceededLimit("gpu_hours", "GPU-hours", 200, 310, False, "not one")]
             if forecast.canary
             else []
         )
@@ -340,7 +340,7 @@ def test_cancelling_a_sweep_ends_no_job_that_another_run_waits_for(workspace: Wo
     mine = told.admission.live[plan.trials[0].name].run
     workspace.write_run(replace(mine, run="20261121-000000-by-hand", provenance={}))
     take_up(workspace, "20261121-000000-by-hand")
-    workspace.ask_cancel(sweep_call("small"), "somebody")
+    workspace.request_cancel(sweep_call("small"), "somebody")
     told.finish()
     stopped = {ref.stage_id for ref in told.jobs.stopped}
     assert stopped.isdisjoint(mine.stages.values())
@@ -388,7 +388,7 @@ def test_a_follower_sees_every_stage_once_with_its_end(workspace: Workspace) -> 
     assert views[f"{bad}/grpo"].state == "failed"
     assert views["data"].state == "done"
     assert inputs_of(workspace, sees.nodes, f"{bad}/grpo")
-    states = {event["state"] for event in sees.news() if event["event"] == "trial"}
+    states = {event["state"] for event in sees.new_events() if event["event"] == "trial"}
     assert {"done", "failed"} <= states
     assert list(follower(workspace, plan, most=6).nodes) == [t.name for t in plan.trials]
 
@@ -424,7 +424,7 @@ def test_a_shared_stage_continues_when_one_of_its_trials_is_cancelled(
     while f"{first}/sft" not in told.jobs.begun:
         told.orchestrator.step()
     run = told.admission.live[second].run.run
-    workspace.ask_cancel(run, "somebody")
+    workspace.request_cancel(run, "somebody")
     while told.states()[second] != "interrupted":
         told.orchestrator.step()
     word = told.admission.standing()[second]

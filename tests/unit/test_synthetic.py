@@ -9,8 +9,8 @@ from statistics import mean
 
 import pytest
 
-from refiner_core import words
-from refiner_core.data.copier import random_copier
+from refiner_core import formatting
+from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.data.truth import score_truth
 
@@ -76,7 +76,7 @@ def test_a_demonstration_is_perfect_exactly_where_it_has_no_flaw():
 
 
 def test_the_halves_of_the_world_share_no_name_value_or_id():
-    for draw in (words.draw_name, words.draw_value, words.draw_id):
+    for draw in (formatting.draw_name, formatting.draw_value, formatting.draw_id):
         rng = random.Random(0)
         task = {draw(rng, "task") for _ in range(5000)}
         pretrain = {draw(rng, "pretrain") for _ in range(5000)}
@@ -132,7 +132,7 @@ def test_the_random_copier_is_well_formed_and_scores_near_its_known_floor():
     rows, rng = generate_rows("rl", 800, 11), random.Random(0)
     scores = []
     for row in rows:
-        text = random_copier(_user(row), rng)
+        text = random_baseline_answers(_user(row), rng)
         cited = re.findall(r"<snippet id=(\S+?)>", text)
         assert set(cited) <= set(re.findall(r"<snippet id=(\S+?)>", _user(row)))
         assert len(set(cited)) == len(cited) >= 1
@@ -144,6 +144,6 @@ def test_the_random_copier_is_well_formed_and_scores_near_its_known_floor():
 def test_the_random_copier_cites_what_may_be_cited_and_no_example_of_the_notation():
     shown = "Cite like <snippet id=EXAMPLE>this</snippet>.\n<tool_output>\n"
     evidence = "<snippet id=S_1>One fact.</snippet><snippet id=S_2>Cut short\n</tool_output>"
-    answers = {random_copier(shown + evidence, random.Random(seed)) for seed in range(20)}
+    answers = {random_baseline_answers(shown + evidence, random.Random(seed)) for seed in range(20)}
     cited = {i for answer in answers for i in re.findall(r"id=(\S+?)>", answer)}
     assert cited == {"S_1", "S_2"}

@@ -47,7 +47,7 @@ SEAT = ToolCall("set_seat", {"ticket_id": "T1", "seat": "7F"})
 DONE = ToolCall("done", {})
 
 
-def say(text: str) -> ToolCall:
+def print_line(text: str) -> ToolCall:
     return ToolCall("respond", {"content": text})
 
 
@@ -107,14 +107,14 @@ def test_every_task_can_be_solved_by_its_reference_and_read_by_its_own_tools() -
 )
 @pytest.mark.timeout(600)
 def test_the_real_package_behaves_as_the_double() -> None:
-    surroundings = {n: v for n, v in os.environ.items() if n != package.DATA_VARIABLE}
+    judge_context = {n: v for n, v in os.environ.items() if n != package.DATA_VARIABLE}
     if "REFINER_TAU2_DATA" in os.environ:
-        surroundings[package.DATA_VARIABLE] = os.environ["REFINER_TAU2_DATA"]
+        judge_context[package.DATA_VARIABLE] = os.environ["REFINER_TAU2_DATA"]
     command = [os.environ["REFINER_TAU2_PYTHON"], "-m", "tests.support.tau2_contract"]
     done = subprocess.run(
         [*command, "retail:test:3", "telecom:small:3"],
         cwd=ROOT,
-        env=surroundings,
+        env=judge_context,
         capture_output=True,
         text=True,
         check=False,
@@ -139,7 +139,7 @@ def test_the_agent_reads_exact_results_and_words_up_to_the_limit(helpful: str) -
     episode = environment.episode(task_of(environment, "0"))
     episode.reset(1)
     assert not episode.step(SEAT).done
-    assert episode.step(say("7F it is.")).done
+    assert episode.step(print_line("7F it is.")).done
     outcome = episode.outcome()
     assert (outcome.reward, outcome.failure) == (0.0, "limit")
     assert outcome.info["simulation"]["termination_reason"] == "max_steps"
@@ -188,14 +188,14 @@ def test_a_task_may_begin_in_the_middle_of_a_conversation(helpful: str) -> None:
 @pytest.mark.parametrize(
     ("calls", "failure"),
     [
-        ([say("7F"), DONE], "gave_up"),
+        ([print_line("7F"), DONE], "gave_up"),
         ([ToolCall("transfer_to_human_agents", {"summary": "no"}), DONE], "gave_up"),
         ([SEAT, DONE], "incomplete"),
         ([ToolCall("fly", {}), DONE], "wrong_tool"),
         ([ToolCall("set_seat", {"ticket_id": "T9", "seat": "1A"}), DONE], "wrong_argument"),
         ([ToolCall("set_seat", {"requestor": "user", "self": 1}), DONE], "wrong_argument"),
         ([ToolCall("respond", {"content": " "}), DONE], "wrong_argument"),
-        ([say("…")] * 2, "limit"),
+        ([print_line("…")] * 2, "limit"),
     ],
 )
 def test_failures_have_classes(calls: list[ToolCall], failure: str, helpful: str) -> None:
@@ -246,7 +246,7 @@ def test_a_user_that_takes_too_long_is_slow() -> None:
 
 def test_assertions_are_excluded_and_recorded_as_such(helpful: str) -> None:
     environment = environment_at(helpful, "kiosk")
-    outcome = play(environment, task_of(environment, "2"), [SEAT, say("7F."), DONE])
+    outcome = play(environment, task_of(environment, "2"), [SEAT, print_line("7F."), DONE])
     assert outcome.success
     assert outcome.excluded == ("nl",)
     assert outcome.components == {"db": 1.0}
@@ -258,7 +258,7 @@ def test_assertions_are_excluded_and_recorded_as_such(helpful: str) -> None:
 def test_assertions_are_asked_of_the_judge(score: float, reward: float, helpful: str) -> None:
     judge = YesJudge(score)
     environment = environment_at(helpful, "kiosk", judge)
-    calls = [SEAT, say("Your seat is 7F."), DONE]
+    calls = [SEAT, print_line("Your seat is 7F."), DONE]
     outcome = play(environment, task_of(environment, "2"), calls)
     assert outcome.reward == outcome.components["nl"] == reward
     assert outcome.excluded == ()

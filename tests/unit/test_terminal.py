@@ -18,7 +18,7 @@ from flows.running.console import Console
 from flows.running.logs import log_pieces
 from infra.host.terminal import printable
 from infra.store.workspace import Workspace
-from refiner_core.contract.records import Outcome, RunRecord, to_json
+from refiner_core.contract.records import AttemptOutcome, RunRecord, to_json
 from refiner_core.contract.types import StageView
 from refiner_core.report.printing import table_lines
 from tests.support.command import command, environment, refiner
@@ -74,7 +74,7 @@ def run(workspace: Workspace) -> RunRecord:
     log = workspace.layout.attempt(planned.id, 1).log
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text(HOSTILE, newline="")
-    workspace.close_attempt(planned.id, 1, Outcome("bug", "stop", HOSTILE, 5, 7), 10.0)
+    workspace.close_attempt(planned.id, 1, AttemptOutcome("bug", "stop", HOSTILE, 5, 7), 10.0)
     return run
 
 
@@ -127,7 +127,7 @@ def test_a_log_may_be_missing(workspace: Workspace, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "its worker has not begun yet" in printed.err
-    outcome = Outcome("launch_failure", "stop", "sbatch: error: invalid account")
+    outcome = AttemptOutcome("launch_failure", "stop", "sbatch: error: invalid account")
     workspace.close_attempt(planned.id, 1, outcome, 0.0)
     main(["logs", "sft", where])
     assert "launch_failure sbatch: error: invalid account" in capsys.readouterr().err

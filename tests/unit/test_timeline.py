@@ -10,8 +10,8 @@ import pytest
 from infra.orchestrator.timeline import Incident, StageHistory, incidents_of
 from refiner_core.contract.records import (
     Attempt,
+    AttemptOutcome,
     FailureClass,
-    Outcome,
     StageRecord,
     StageResult,
     StageSpec,
@@ -40,7 +40,7 @@ SECOND = replace(
     resumed_from_step=99,
     seconds=None,
 )
-QUOTA = Outcome(
+QUOTA = AttemptOutcome(
     "disk_full",
     "resume",
     "No space left in /scratch/checkpoints while saving the checkpoint of step 100: 122",
@@ -52,7 +52,7 @@ QUOTA = Outcome(
 
 def ended(failure: FailureClass, step: int | None = None, message: str = "") -> Attempt:
     decision = "stop" if failure in ("bug", "cancelled") else "resume"
-    return replace(FIRST, outcome=Outcome(failure, decision, message, step=step))  # type: ignore[arg-type]
+    return replace(FIRST, outcome=AttemptOutcome(failure, decision, message, step=step))  # type: ignore[arg-type]
 
 
 def timeline(
@@ -169,7 +169,7 @@ def test_a_wait_for_space_belongs_to_the_attempt_before_it() -> None:
     )
     (found,) = timeline(replace(FIRST, outcome=QUOTA), events=events)
     assert "not resumed" in found.text
-    events = (*events, {"event": "space", "stage_id": "grpo-ffff", "waited_s": 240.0})
+    events = (*events, {"event": "room", "stage_id": "grpo-ffff", "waited_s": 240.0})
     (found,) = timeline(replace(FIRST, outcome=QUOTA), SECOND, events=events)
     assert "; waited 4 min for space; resumed from step 99" in found.text
 
@@ -178,4 +178,4 @@ def test_a_stage_without_space_to_begin_is_an_incident() -> None:
     events = ({"at": "2026-11-21T03:12", "event": "short", "stage": "grpo", "need_bytes": 1 << 20},)
     (found,) = timeline(events=events)
     assert "1.05 MB" in found.text
-    assert (found.attempt, found.failure, found.resolved) == (0, "no_space", False)
+    assert (found.attempt, found.failure, found.resolved) == (0, "no_room", False)

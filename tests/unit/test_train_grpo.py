@@ -22,13 +22,13 @@ from refiner_core.contract.errors import (
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.data.prepared import write_prompts
 from refiner_core.judges import LexicalJudge
-from refiner_core.training.rollouts.lane import Lane
 from refiner_core.training.rollouts.rollout import (
-    Sampled,
+    RolloutSample,
     form_groups,
     rollout_rows,
 )
-from refiner_core.training.steps import boundary
+from refiner_core.training.rollouts.single_turn import SingleTurnTask
+from refiner_core.training.steps import checkpoint_manager
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
     EOS,
@@ -234,7 +234,7 @@ def _malformed(rows) -> int:
 def test_a_long_step_reports_its_progress(run, monkeypatch):
     """Minutes without progress are taken for a hang."""
     now = iter(range(10**6))
-    monkeypatch.setattr(boundary.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(checkpoint_manager.time, "monotonic", lambda: float(next(now)))
     run.answer(ThreadedJudge())
     run(num_training_steps=1)
     told = [(p.phase, dict(p.values)) for p in run.io.progressed]
@@ -269,9 +269,9 @@ class Saying:
         return [self.completion] * len(requests)
 
 
-def sampled(sampler: Saying) -> list[Sampled]:
+def sampled(sampler: Saying) -> list[RolloutSample]:
     """What the step makes of a sampler's completions of one prompt."""
-    lane, tokenizer, made = Lane(recipe(), None), tiny_tokenizer(), {}
+    lane, tokenizer, made = SingleTurnTask(recipe(), None), tiny_tokenizer(), {}
     wanted = lane.wanted(prompts(9), 1, (0,))
     lane.sample(sampler, tokenizer, wanted, made.__setitem__)
     return [lane.read(tokenizer, one, made[place]) for place, one in enumerate(wanted)]
@@ -298,7 +298,7 @@ def test_an_end_is_appended_where_the_sampler_stopped_without_one(sampler, train
 
 def test_the_ground_truth_stays_out_of_what_is_stored():
     told = replace(prompts(1)[0], truth={"gold_ids": ["CANARY"]})
-    sample = Sampled(0, 0, told, Completion((5,), (-1.0,), "stop"), "w5")
+    sample = RolloutSample(0, 0, told, Completion((5,), (-1.0,), "stop"), "w5")
     batch = form_groups(
         [sample], [RewardResult("scored", 1.0, {})], size=1, normalization="centered"
     )
@@ -308,7 +308,7 @@ def test_the_ground_truth_stays_out_of_what_is_stored():
 def test_truncated_completions_are_masked_after_the_group_statistics():
     prompt = PromptRow("p", "q", "t", (3, 4), "{}")
     samples = [
-        Sampled(0, i, prompt, Completion((5, 6), (-1.0, -1.0), reason), "w5 w6")
+        RolloutSample(0, i, prompt, Completion((5, 6), (-1.0, -1.0), reason), "w5 w6")
         for i, reason in enumerate(("length", "stop", "stop", "stop"))
     ]
     results = [RewardResult("scored", float(i), {}) for i in range(4)]

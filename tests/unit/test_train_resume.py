@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from refiner_core.contract.errors import Interrupted
-from refiner_core.training.steps.boundary import curve
+from refiner_core.training.steps.checkpoint_manager import curve
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
     AnsweringSampler,

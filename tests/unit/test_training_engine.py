@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 def engine(model, muon: float | None = None, **changes: Any) -> PlainEngine:
     settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
-    loaded = loading.Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
+    loaded = loading.LoadedModel(model, tiny_tokenizer(), share_prompts=False, balance=None)
     return PlainEngine(loaded, ModelConfig(), **(settings | changes), muon_learning_rate=muon)
 
 

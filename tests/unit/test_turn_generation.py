@@ -25,7 +25,7 @@ from refiner_core.generation import turns as turns_module
 from refiner_core.generation.completions import LockstepTurns, turn_generator
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.generation.turns import _SlotCache
-from refiner_core.training.rollouts.policies import Cancelled, CopyPolicy
+from refiner_core.training.rollouts.policies import CopyPolicy, SamplingCancelled
 from tests.support.tiny_training import tiny_model, tiny_tokenizer
 from tests.support.turn_script import Script
 
@@ -269,6 +269,6 @@ def test_a_copy_of_the_model_samples_turns_until_it_is_cancelled(model: Any) -> 
                 policy.cancel()
             return super().take(room, wait=wait)
 
-    with pytest.raises(Cancelled):
+    with pytest.raises(SamplingCancelled):
         policy.turns(Cancelling())
     assert policy.cancelled()

@@ -22,8 +22,8 @@ from refiner_core.contract.types import (
 from refiner_core.generation.completions import completion_text
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.generation.vllm.wire import (
-    Question,
-    Unusable,
+    InvalidResponse,
+    SampleQuery,
     completion_body,
     read_completion,
 )
@@ -77,7 +77,7 @@ def test_every_server_has_its_share_of_the_work(folder: Path) -> None:
 def test_a_request_has_everything_that_decides_a_sample() -> None:
     params = SamplingParams(0.5, 0.9, 7, 11, ("w9",))
     body = json.loads(
-        completion_body(Question(GenerationRequest((5, 6), (1 << 63) + 4), params, STOP, "8"))
+        completion_body(SampleQuery(GenerationRequest((5, 6), (1 << 63) + 4), params, STOP, "8"))
     )
     assert body == {
         **{"model": "policy", "prompt": [5, 6], "max_tokens": 11, "min_tokens": 0, "n": 1},
@@ -206,12 +206,12 @@ def test_an_answer_that_is_not_what_was_asked_for_is_never_trained_on(
     change: dict[str, Any], said: str
 ) -> None:
     def read(*choices: dict[str, Any]) -> Any:
-        asked = Question(GenerationRequest((3, 4), 0), PLAIN, STOP, "1")
+        asked = SampleQuery(GenerationRequest((3, 4), 0), PLAIN, STOP, "1")
         return read_completion(json.dumps({"choices": choices}).encode(), asked)
 
     assert isinstance(read(GOOD), Completion)
     assert read(GOOD | {"finish_reason": "abort"}) == "abort", "partial tokens are no sample"
-    with pytest.raises(Unusable, match="choices"):
+    with pytest.raises(InvalidResponse, match="choices"):
         read(GOOD, GOOD)
-    with pytest.raises(Unusable, match=said):
+    with pytest.raises(InvalidResponse, match=said):
         read(GOOD | change)

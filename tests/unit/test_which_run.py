@@ -12,10 +12,10 @@ from flows.publishing.by_hand import _run_with_model
 from flows.running.status import find_run, newest_runs
 from infra.jobs.failures import outcome_of
 from infra.store.workspace import Workspace
-from refiner_core.nightly.definition import Checkpoint, Source
+from refiner_core.nightly.definition import Checkpoint, CheckpointSource
 from tests.support.recorded_run import RecordedRun
 
-NEWEST = Checkpoint("latest", Source("newest", "recipe tiny"))
+NEWEST = Checkpoint("latest", CheckpointSource("newest", "recipe tiny"))
 TRAINS = "stages=[data,sft,grpo]"
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from flows.disk import disk_report
-from infra.jobs.protocol import job_settings
+from infra.jobs.dispatcher import job_settings
 from infra.orchestrator.observe import observe_actions
 from infra.store.provenance import require_snapshot, snapshot_code
 from infra.store.workspace import SHARED, Workspace
 from refiner_core.contract.errors import WorkspaceError
-from refiner_core.contract.records import Outcome
+from refiner_core.contract.records import AttemptOutcome
 from tests.support.plans import claim, fake_router, orchestrator_on, run_record, small_plan
 from tests.support.users import COLLEAGUE, STRANGER, run_as
 
@@ -258,7 +258,7 @@ def test_two_users_can_share(common: Path, package: str, monkeypatch: pytest.Mon
     def begin(root: str) -> str:
         workspace = Workspace.open(root)
         stage = claim(workspace, small_plan("data"), "data")
-        workspace.close_attempt(stage.id, 1, Outcome("killed", "resume", "gone"))
+        workspace.close_attempt(stage.id, 1, AttemptOutcome("killed", "resume", "gone"))
         return snapshot_code(workspace, [package]).name
 
     def go_on(root: str) -> list[str]:

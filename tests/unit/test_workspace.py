@@ -15,7 +15,7 @@ from typing import get_args
 import pytest
 
 from flows.running.calls import plan_of_run
-from flows.running.status import Watcher, unfinished_runs
+from flows.running.status import RunWatcher, unfinished_runs
 from infra.orchestrator.observe import explain_difference, observe_actions
 from infra.store import atomic
 from infra.store import records as record_files
@@ -29,13 +29,13 @@ from infra.store.provenance import (
     snapshot_code,
 )
 from infra.store.records import Part
-from infra.store.workspace import FORMAT, SHARED, Claim, Workspace
+from infra.store.workspace import FORMAT, SHARED, StageClaim, Workspace
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError, WorkspaceError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import (
     Attempt,
-    Outcome,
+    AttemptOutcome,
     OutputFile,
     StageRecord,
     StageResult,
@@ -175,7 +175,7 @@ def test_of_many_claims_at_once_exactly_one_wins(workspace: Workspace, plan: Pla
 
     def compete(number: int) -> None:
         barrier.wait()
-        mine = Claim(f"host:{number}:1.0", "local")
+        mine = StageClaim(f"host:{number}:1.0", "local")
         won.append(workspace.claim_attempt(stage, plan.config, {}, mine))
 
     threads = [threading.Thread(target=compete, args=(n,)) for n in range(8)]
@@ -197,18 +197,21 @@ def test_only_the_newest_attempt_counts(workspace: Workspace, plan: Plan) -> Non
     assert workspace.is_stale(stage.id, 1)
     assert not workspace.is_stale(stage.id, 2)
     for seen in (0, 1):
-        assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "local", seen)) is None
+        assert (
+            workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "local", seen))
+            is None
+        )
 
 
 def test_a_stage_with_a_result_is_not_run_again(workspace: Workspace, plan: Plan) -> None:
     """Also after a kill between result and outcome."""
     stage = claim(workspace, plan, "data")
     assert workspace.publish_result(stage.id, result_of(1))
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "local", 1)) is None
+    assert workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "local", 1)) is None
     assert workspace.claim_restart(stage.id, 1, {}) is None
     record = workspace.read_record(stage.id)
     assert record.state == "done"
-    assert record.attempts[0].outcome == Outcome("none", "finish")
+    assert record.attempts[0].outcome == AttemptOutcome("none", "finish")
     assert record.attempts[1].outcome is not None, "nothing waits for it"
 
 
@@ -222,15 +225,15 @@ def test_the_state_of_a_stage_follows_its_records(workspace: Workspace, plan: Pl
 
     claim(workspace, plan, "data")
     assert state() == "claimed"
-    workspace.close_attempt(stage.id, 1, Outcome("killed", "resume"))
+    workspace.close_attempt(stage.id, 1, AttemptOutcome("killed", "resume"))
     assert state() == "interrupted"
     claim(workspace, plan, "data", after=1)
-    workspace.close_attempt(stage.id, 2, Outcome("bug", "stop"))
+    workspace.close_attempt(stage.id, 2, AttemptOutcome("bug", "stop"))
     assert state() == "failed"
     workspace.publish_result(stage.id, result_of(2))
     assert state() == "done"
     assert not workspace.publish_result(stage.id, result_of(1)), "a result is written once"
-    assert not workspace.close_attempt(stage.id, 2, Outcome("none", "finish"))
+    assert not workspace.close_attempt(stage.id, 2, AttemptOutcome("none", "finish"))
 
 
 def test_a_voided_attempt_cannot_start(workspace: Workspace, plan: Plan) -> None:
@@ -294,7 +297,7 @@ def test_a_damaged_file_of_an_attempt_is_set_aside_and_the_rest_is_used(
     paths = workspace.layout.attempt(stage.id, 1)
     workspace.start_attempt(stage.id, 1, {"process": OWNER, "started_at": "then"})
     atomic.write_json(paths.job, {"job_id": "7"})
-    workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
+    workspace.close_attempt(stage.id, 1, AttemptOutcome("preempted", "resume"))
     path = paths.control / f"{name}.json"  # earlier versions had the last two
     path.write_text(damage)
 
@@ -311,7 +314,7 @@ def test_a_damaged_file_of_an_attempt_is_set_aside_and_the_rest_is_used(
     said = [r for r in caplog.records if "it is kept as" in r.getMessage()]
     assert len(said) == len(kept)
     if name != "outcome":
-        assert record.attempts[0].outcome == Outcome("preempted", "resume")
+        assert record.attempts[0].outcome == AttemptOutcome("preempted", "resume")
     assert (record.state == "claimed") == (name == "outcome"), "an end that is lost is looked for"
 
 
@@ -370,7 +373,7 @@ def test_an_attempt_is_read_from_all_its_files(workspace: Workspace, plan: Plan)
     assert workspace.note_scheduler(stage.id, 1, {"State": "NODE_FAIL", "node": "n9"})
     assert not workspace.note_scheduler(stage.id, 1, {"State": "COMPLETED"}), "once"
     atomic.write_json(workspace.layout.attempt(stage.id, 1).heartbeat, {"seconds": 12.5})
-    workspace.close_attempt(stage.id, 1, Outcome("node_failure", "resume"))
+    workspace.close_attempt(stage.id, 1, AttemptOutcome("node_failure", "resume"))
     attempt = workspace.read_attempt(stage.id, 1)
     assert (attempt.node, attempt.restart, attempt.seconds) == ("n1", 2, 12.5)
     assert workspace.part(workspace.layout.attempt(stage.id, 1), "scheduler") == {
@@ -404,7 +407,7 @@ def test_a_job_of_earlier_code_finds_files(workspace: Workspace, plan: Plan, apa
         (code / "proof_records.py").touch()
     assert reads_parts_apart(workspace, "abc") == apart
     stage, inputs = plan.by_name["sft"], {"data": "data-1"}
-    workspace.claim_attempt(stage, plan.config, inputs, Claim(OWNER, "local", 0, apart))
+    workspace.claim_attempt(stage, plan.config, inputs, StageClaim(OWNER, "local", 0, apart))
     folder = workspace.layout.attempt(stage.id, 1).control
     assert (folder / "config.json").exists() == apart
     if apart:
@@ -449,13 +452,13 @@ def test_requests_to_cancel_add_up(workspace: Workspace, plan: Plan) -> None:
         return None if found is None else found["stages"]
 
     assert asked() is None
-    assert workspace.ask_cancel(run, "ana@login1", ["sft"])
-    assert not workspace.ask_cancel(run, "bo@login2", ["sft"]), "asked for already"
-    assert workspace.ask_cancel(run, "bo@login2", ["data"])
+    assert workspace.request_cancel(run, "ana@login1", ["sft"])
+    assert not workspace.request_cancel(run, "bo@login2", ["sft"]), "asked for already"
+    assert workspace.request_cancel(run, "bo@login2", ["data"])
     assert asked() == ["data", "sft"]
-    assert workspace.ask_cancel(run, "ana@login1")
+    assert workspace.request_cancel(run, "ana@login1")
     assert asked() == [], "the whole run"
-    assert not workspace.ask_cancel(run, "bo@login2", ["sft"])
+    assert not workspace.request_cancel(run, "bo@login2", ["sft"])
 
 
 def test_code_is_pinned_once_and_can_be_imported_from_there(workspace: Workspace) -> None:
@@ -546,7 +549,7 @@ def test_an_older_run_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         older.train("sft")
         older.train("grpo")
     workspace = Workspace.read_only(tmp_path / "runs")
-    rows = {s.name: s for s in Watcher(workspace, older.run, ask=False).look().stages}
+    rows = {s.name: s for s in RunWatcher(workspace, older.run, ask=False).look().stages}
     assert (rows["grpo"].state, rows["evaluate-grpo"].state) == ("done", "waiting")
     assert workspace.read_record(older.stage("grpo").id) is not None
     with pytest.raises(ConfigurationError, match=r"this version of refiner differs in .*grpo \(a"):
@@ -564,7 +567,7 @@ RESULT = StageResult(
 
 
 def test_round_trip() -> None:
-    outcome = Outcome("killed", "resume", "gone", 1)
+    outcome = AttemptOutcome("killed", "resume", "gone", 1)
     record = StageRecord(SPEC, (ATTEMPT, Attempt(**{**vars(ATTEMPT), "outcome": outcome})), RESULT)
     assert from_json(StageRecord, json.loads(json.dumps(to_json(record)))) == record
 

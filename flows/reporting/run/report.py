@@ -1,7 +1,7 @@
 """Report of a run, gathered from its records, and its files: ``report.html``, ``report.md``,
 ``report.json``.
 
-In: a workspace and the id of a run. Out: a :class:`~refiner_core.report.run.document.RunReport`,
+In: a workspace and the id of a run. Out: a :class:`~refiner_core.report.run.run_report.RunReport`,
 and its files below ``WORKSPACE/reports/RUN`` or another folder, each complete or absent. A report
 may be shared: logins in addresses, and settings for secrets, are left out. Stages that existed
 before the run cost it nothing, nor do earlier runs' attempts at the others. Unknown counts are
@@ -32,12 +32,12 @@ from flows.reporting.run.stages import (
     stage_rows,
     standing_of,
 )
-from flows.reporting.writing import RELOAD_S, Written, write_files
+from flows.reporting.writing import RELOAD_S, WrittenReport, write_files
 from flows.running.status import required_run
 from flows.stored import recorded_field
-from infra.disk.keeper import DiskKeeper
-from infra.disk.usage import KINDS, size_of, stock_of
-from infra.host.secrets import HIDDEN, carries_secrets, masked, shown_override, without_secrets
+from infra.disk.manager import DiskManager
+from infra.disk.usage import KINDS, inventory_of, size_of
+from infra.host.secrets import HIDDEN, carries_secrets, masked, masked_override, without_secrets
 from infra.orchestrator.timeline import incidents_of
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
@@ -45,7 +45,7 @@ from refiner_core.contract.marks import walk
 from refiner_core.contract.records import picked
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import total
-from refiner_core.report.run.document import (
+from refiner_core.report.run.run_report import (
     NO_COST,
     NO_DISK,
     RUN_REPORT_VERSION,
@@ -53,15 +53,15 @@ from refiner_core.report.run.document import (
     RunReport,
     StageRow,
 )
-from refiner_core.report.sweep.document import PAGE, TEXT, VALUES
+from refiner_core.report.sweep.sweep_report import PAGE, TEXT, VALUES
 
 #: Fields that are in the head of a report.
 _IN_THE_HEAD = ("recipe", "description", "workspace")
 
 
-def shown_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
+def masked_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
     """Overrides as they were given, without secrets."""
-    return tuple(map(shown_override, overrides))
+    return tuple(map(masked_override, overrides))
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,10 +189,10 @@ def disk_of_run(reading: RunReading) -> Row:
     used = reading.tried("The disk use of the run", _used, reading) or {}
     events = (e for e in reading.events if e.get("event") == "reclaimed")
     reclaimed = sum(int(e.get("bytes") or 0) for e in events)
-    room = reading.tried(
-        "The free disk space", lambda: DiskKeeper(reading.workspace, reading.config.disk).room()
+    space = reading.tried(
+        "The free disk space", lambda: DiskManager(reading.workspace, reading.config.disk).room()
     )
-    left = {} if room is None else picked(room, "free_bytes", "limit_bytes", "source")
+    left = {} if space is None else picked(space, "free_bytes", "limit_bytes", "source")
     return {**NO_DISK, "used": used, **left, "reclaimed_bytes": reclaimed}
 
 
@@ -200,7 +200,7 @@ def _used(reading: RunReading) -> dict[str, int]:
     """Bytes by kind of file, over all stages of the run and its local publications."""
     stages = [i for i in reading.run.stages.values() if not is_service(i)]
     sums: Counter[str] = Counter()
-    for item in stock_of(reading.workspace.layout, stages):
+    for item in inventory_of(reading.workspace.layout, stages):
         sums[item.kind] += item.size.bytes
     targets = {
         str(result.report["target"])
@@ -234,8 +234,8 @@ def report_of_run(
     ConfigurationError
         There is no such run; the message names the nearest.
     """
-    room = Workspace.read_only(workspace)
-    reading = RunReading(room, required_run(room, run, "a run to report on"))
+    ws = Workspace.read_only(workspace)
+    reading = RunReading(ws, required_run(ws, run, "a run to report on"))
     status = look(reading)
     rows = stage_rows(reading, status)
     state, state_text = standing_of(status, rows)
@@ -253,8 +253,8 @@ def report_of_run(
         description=reading.config.description,
         state=state,
         state_text=masked(state_text),
-        command=(*(Path(w).name for w in words[:1]), *shown_overrides(words[1:])),
-        workspace=str(room.root),
+        command=(*(Path(w).name for w in words[:1]), *masked_overrides(words[1:])),
+        workspace=str(ws.root),
         began_at=reading.run.started_at,
         ended_at="" if state == "running" else last_event(reading, rows),
         made_at=now_text(),
@@ -268,7 +268,7 @@ def report_of_run(
         disk=disk_of_run(reading),
         cost=cost_of_run(reading, rows),
         published=published,
-        overrides=shown_overrides(reading.run.overrides),
+        overrides=masked_overrides(reading.run.overrides),
         settings=changed_settings(reading.run.config),
         provenance={"code": reading.run.code, **provenance},
         next_commands=next_commands(reading, state, rows, published),
@@ -282,7 +282,7 @@ def report_run(
     *,
     folder: str | Path | None = None,
     reload_s: int = RELOAD_S,
-) -> Written[RunReport]:
+) -> WrittenReport[RunReport]:
     """Write the report of a run as page, Markdown and JSON.
 
     Parameters
@@ -314,7 +314,7 @@ def report_run(
 
     report = report_of_run(run, workspace)
     reports = Workspace.read_only(workspace).layout.reports
-    written = Written(report, reports / report.run if folder is None else Path(folder))
+    written = WrittenReport(report, reports / report.run if folder is None else Path(folder))
     files = {
         VALUES: json_text(report),
         TEXT: markdown(report),

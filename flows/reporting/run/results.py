@@ -1,9 +1,9 @@
 """Results of a run: metrics of evaluations, changes by training, curves, examples.
 
-In: a :class:`~flows.reporting.run.stages.RunReading`. Out: :class:`Evaluated` (a finished, readable
-evaluation), rows of metrics and changes, curves and examples. Metrics are the recorded ones;
-changes are computed from the samples, and left out without them. A value that is not finite is a
-gap in its curve; long curves are thinned so that spikes and gaps remain.
+In: a :class:`~flows.reporting.run.stages.RunReading`. Out: :class:`ModelEvaluation` (a finished,
+readable evaluation), rows of metrics and changes, curves and examples. Metrics are the recorded
+ones; changes are computed from the samples, and left out without them. A value that is not finite
+is a gap in its curve; long curves are thinned so that spikes and gaps remain.
 
 Examples are the prompts whose answers improved most, got worse most, and changed typically, and the
 best, a typical and the worst sample of the last step. A reward is split by the formula of
@@ -34,15 +34,15 @@ from refiner_core.contract.protocols import protocol_name
 from refiner_core.evaluation.metric_names import base_of
 from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS, higher_is_better
 from refiner_core.evaluation.results import compare_results, load_results
-from refiner_core.report.charts import kept_places
+from refiner_core.report.charts import kept_indices
 from refiner_core.report.printing import finite
-from refiner_core.report.run.document import Row
+from refiner_core.report.run.run_report import Row
 from refiner_core.report.sweep.comparing import SHOWN
 from refiner_core.rewards.combine import F1_SHARE, FORMAT_SHARE, reward_terms
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class ModelEvaluation:
     """One evaluation: its model, and its protocol file (empty: the recipe's settings)."""
 
     name: str
@@ -59,7 +59,7 @@ class Evaluated:
         return self.model in MODELS
 
 
-def evaluations_of_run(reading: RunReading) -> list[Evaluated]:
+def evaluations_of_run(reading: RunReading) -> list[ModelEvaluation]:
     """The finished evaluations: without a protocol file first, models in the order of training."""
     found = [
         reading.tried(f"The numbers of {name}", _evaluated, reading, name)
@@ -69,20 +69,20 @@ def evaluations_of_run(reading: RunReading) -> list[Evaluated]:
     return sorted(known, key=lambda e: (e.under, model_order(e.model)))
 
 
-def _evaluated(reading: RunReading, name: str) -> Evaluated | None:
+def _evaluated(reading: RunReading, name: str) -> ModelEvaluation | None:
     """An evaluation; None if it is not done."""
     stage_id, result, folder = reading.run.stages[name], reading.result(name), reading.output(name)
     if result is None or folder is None:
         return None
     report = result.report if "evaluations" in result.report else load_results(folder)
     model, under = str(report["model"]), protocol_name(name)
-    return Evaluated(name, stage_id, result.attempt, model, under, folder, report)
+    return ModelEvaluation(name, stage_id, result.attempt, model, under, folder, report)
 
 
 # ---------------------------------------------------------------- numbers
 
 
-def number_rows(evaluations: Sequence[Evaluated]) -> tuple[Row, ...]:
+def number_rows(evaluations: Sequence[ModelEvaluation]) -> tuple[Row, ...]:
     """Every metric, models in the order of training, then the reference values, once."""
     rows = [_number(e, entry) for e in evaluations for entry in e.report["evaluations"]]
     beside: dict[tuple[str, ...], Row] = {}
@@ -93,7 +93,9 @@ def number_rows(evaluations: Sequence[Evaluated]) -> tuple[Row, ...]:
     return (*rows, *beside.values())
 
 
-def _number(evaluated: Evaluated, entry: Mapping[str, Any], *, reference: bool = False) -> Row:
+def _number(
+    evaluated: ModelEvaluation, entry: Mapping[str, Any], *, reference: bool = False
+) -> Row:
     names = ("protocol", "decoding", "metric", "value", "low", "high", "n")
     return {
         **{name: entry.get(name) for name in names},
@@ -108,7 +110,9 @@ def _number(evaluated: Evaluated, entry: Mapping[str, Any], *, reference: bool =
 # ---------------------------------------------------------------- changes
 
 
-def before_and_after(evaluations: Sequence[Evaluated]) -> list[tuple[Evaluated, Evaluated]]:
+def before_and_after(
+    evaluations: Sequence[ModelEvaluation],
+) -> list[tuple[ModelEvaluation, ModelEvaluation]]:
     """Pairs to compare per protocol: the first trained model (the base, if only one is trained) and
     the last; then each model and its predecessor."""
     pairs = []
@@ -124,7 +128,7 @@ def before_and_after(evaluations: Sequence[Evaluated]) -> list[tuple[Evaluated, 
     return pairs
 
 
-def change_rows(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[Row, ...]:
+def change_rows(reading: RunReading, evaluations: Sequence[ModelEvaluation]) -> tuple[Row, ...]:
     """Changes by training, metric by metric, without those of single domains."""
     rows: list[Row] = []
     for before, after in before_and_after(evaluations):
@@ -139,7 +143,7 @@ def change_rows(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[
     return tuple(rows)
 
 
-def _shared(after: Evaluated, before: Evaluated) -> list[str]:
+def _shared(after: ModelEvaluation, before: ModelEvaluation) -> list[str]:
     """Metrics that both have under one protocol, over all domains."""
     one, other = (
         {(e["decoding"], e["metric"]): e["protocol"] for e in side.report["evaluations"]}
@@ -149,7 +153,7 @@ def _shared(after: Evaluated, before: Evaluated) -> list[str]:
     return sorted({m for _, m in one if m not in apart and base_of(m) == m})
 
 
-def _change(before: Evaluated, after: Evaluated, found: Mapping[str, Any]) -> Row:
+def _change(before: ModelEvaluation, after: ModelEvaluation, found: Mapping[str, Any]) -> Row:
     return {
         **{"before": before.model, "after": after.model, "under": before.under},
         **{n: found[n] for n in ("decoding", "metric", "difference", "low", "high", "n")},
@@ -226,7 +230,7 @@ def _with_gaps(points: Mapping[int, float | None], steps: Sequence[int]) -> Poin
     first, last = min(points), max(points)
     inside = [s for s in steps if first <= s <= last]
     kept = inside if len(points) > _DENSE * len(inside) else sorted(points)
-    places = kept_places([points.get(step) for step in kept], MOST_POINTS)
+    places = kept_indices([points.get(step) for step in kept], MOST_POINTS)
     return tuple(kept[i] for i in places), tuple(points.get(kept[i]) for i in places)
 
 
@@ -237,7 +241,7 @@ _CUT = " […]"
 _NEAR = 1e-6
 
 
-def said_in_evaluation(row: Mapping[str, Any], model: str, reward: RewardConfig) -> Row:
+def text_in_evaluation(row: Mapping[str, Any], model: str, reward: RewardConfig) -> Row:
     """One sample of an evaluation."""
     known = (*EPISODE_METRICS,) if "episode" in row else METRICS
     metrics = {m: row[m] for m in known if row.get(m) is not None and m != "reward"}
@@ -250,7 +254,7 @@ def said_in_evaluation(row: Mapping[str, Any], model: str, reward: RewardConfig)
     return _said(row, model, metrics, () if "episode" in row else _parts(row, components, reward))
 
 
-def said_in_training(row: Mapping[str, Any], reward: RewardConfig) -> Row:
+def text_in_training(row: Mapping[str, Any], reward: RewardConfig) -> Row:
     """One rollout, with the step in which it was sampled."""
     mine = (key for key in row if key.startswith("reward/"))
     components = {key.removeprefix("reward/"): row[key] for key in mine}
@@ -377,7 +381,9 @@ _NO_CHANGE = 1e-9
 _METRICS = ("success", "reward", "oracle", "rubric_score")
 
 
-def evaluation_examples(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[Row, ...]:
+def evaluation_examples(
+    reading: RunReading, evaluations: Sequence[ModelEvaluation]
+) -> tuple[Row, ...]:
     """Answers before and after, under the first protocol that has both."""
     pairs = before_and_after(evaluations)
     if not pairs:
@@ -402,7 +408,7 @@ def choose(changes: Mapping[str, float]) -> dict[str, str]:
     return {p: word for word, prompts in why for p in prompts}
 
 
-def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[Row, ...]:
+def _before_and_after(reading: RunReading, shown: Sequence[ModelEvaluation]) -> tuple[Row, ...]:
     reader = SamplesReader()
     files = _sample_files(shown)
     if not files:
@@ -426,7 +432,7 @@ def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[
         rows = reader.rows(evaluated.folder / file, prompts)
         first = {str(row["sample_id"]): row for row in reversed(rows)}
         model = evaluated.model
-        answers.append({p: said_in_evaluation(row, model, reward) for p, row in first.items()})
+        answers.append({p: text_in_evaluation(row, model, reward) for p, row in first.items()})
     where = (reading.workspace, shown[-1].stage_id, shown[-1].attempt)
     asked = reading.tried("The prompts of evaluations", questions_of, *where, prompts)
     if prompts and asked == {}:
@@ -451,7 +457,7 @@ def _example(asked: Mapping[str, Row], sample_id: str, **more: Any) -> Row:
     return {"sample_id": sample_id, "question": known["question"], "prompt": prompt, **more}
 
 
-def _sample_files(shown: Sequence[Evaluated]) -> list[str]:
+def _sample_files(shown: Sequence[ModelEvaluation]) -> list[str]:
     """Samples file of each, all with one decoding: greedy if all have it."""
     found = [
         {str(e["decoding"]): str(e["samples_file"]) for e in one.report["evaluations"]}
@@ -497,7 +503,7 @@ def _rollouts(
             str(row["sample_id"]),
             kind="rollout",
             why=why,
-            said=(said_in_training(row, reward),),
+            said=(text_in_training(row, reward),),
             metric="reward",
             change=None,
         )

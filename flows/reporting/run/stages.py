@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from flows.running.status import RunStatus, StageStatus, Watcher, orchestrator_text, stage_names
-from flows.sweeping.budget import Use, UseReader
+from flows.running.status import RunStatus, RunWatcher, StageStatus, orchestrator_text, stage_names
+from flows.sweeping.budget import ResourceUsage, UsageReader
 from infra.disk.inventory import edges_of
 from infra.host.secrets import masked
 from infra.orchestrator.timeline import (
@@ -32,7 +32,7 @@ from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import Attempt, RunRecord, StageResult, from_json
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import counted
-from refiner_core.report.run.document import UNDER_WAY, Row, StageRow
+from refiner_core.report.run.run_report import UNDER_WAY, Row, StageRow
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -145,14 +145,14 @@ def look(reading: RunReading) -> RunStatus | None:
     readable = {n: i for n, i in reading.run.stages.items() if n not in reading.unreadable}
     run = replace(reading.run, stages=readable)
     return reading.tried(
-        "The state of the run", lambda: Watcher(reading.workspace, run, ask=False).look()
+        "The state of the run", lambda: RunWatcher(reading.workspace, run, ask=False).look()
     )
 
 
 def stage_rows(reading: RunReading, status: RunStatus | None) -> tuple[StageRow, ...]:
     """Every stage, in the order of work."""
     known = {} if status is None else {s.name: s for s in status.stages}
-    reader = UseReader(reading.workspace)
+    reader = UsageReader(reading.workspace)
     makers = _makers(reading)
     ids = {i: n for n, i in reading.run.stages.items()}
     edges = reading.tried("The dependencies of the stages", edges_of, reading.run) or {}
@@ -213,7 +213,7 @@ def _progress(status: StageStatus | None) -> tuple[int | None, int | None]:
     return status.step, status.total
 
 
-def _with_use(row: StageRow, use: Use, history: StageHistory) -> StageRow:
+def _with_use(row: StageRow, use: ResourceUsage, history: StageHistory) -> StageRow:
     queued = any(a.executor != "local" and a.started_at for a in history.record.attempts)
     return replace(
         row,

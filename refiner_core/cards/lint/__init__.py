@@ -18,8 +18,8 @@ import re
 from collections.abc import Iterator
 
 from refiner_core.cards.facts import CONTROLS
-from refiner_core.cards.lint.against import evidence_findings
-from refiner_core.cards.lint.markdown import Document, Finding, front_findings, read_document
+from refiner_core.cards.lint.evidence_check import evidence_findings
+from refiner_core.cards.lint.markdown import CardFinding, Document, front_findings, read_document
 from refiner_core.cards.lint.numbers import (
     claim_findings,
     impossible_shares,
@@ -29,10 +29,10 @@ from refiner_core.cards.lint.numbers import (
 from refiner_core.cards.lint.quantities import quantities
 from refiner_core.contract.checks.secrets import has_secret
 
-__all__ = ["Finding", "check_card", "lint_card"]
+__all__ = ["CardFinding", "check_card", "lint_card"]
 
 _UNKNOWN_BASE = re.compile(r"(?im)^[-* \t]*+base model\W+(?:not recorded|unknown)\b")
-_NO_EVIDENCE = Finding(
+_NO_EVIDENCE = CardFinding(
     1,
     "evidence-missing",
     "its evidence (refiner.json) is missing: numbers can only be checked against each other",
@@ -51,7 +51,7 @@ LARGEST = 1_000_000
 
 def check_card(
     text: str, evidence: str | None = None, *, template: str | None = None
-) -> list[Finding]:
+) -> list[CardFinding]:
     """All errors of a card, in the order of its lines.
 
     Parameters
@@ -65,7 +65,7 @@ def check_card(
     """
     if len(text) > LARGEST:
         what = f"it has {len(text)} characters, at most {LARGEST} are read"
-        return [Finding(1, "too-large", what, "name a card")]
+        return [CardFinding(1, "too-large", what, "name a card")]
     found = {*_of_itself(text, has_evidence=evidence is not None)}
     if evidence is not None:
         found |= {*evidence_findings(text, evidence, template)}
@@ -78,7 +78,7 @@ def lint_card(text: str, evidence: str | None = None, *, template: str | None = 
     return [f"line {f.line}: {f.message}" for f in found if f.is_error]
 
 
-def _of_itself(text: str, *, has_evidence: bool) -> Iterator[Finding]:
+def _of_itself(text: str, *, has_evidence: bool) -> Iterator[CardFinding]:
     """Findings about a README by itself."""
     document = read_document(text)
     ours = {*document.headings} >= _OUR_SECTIONS
@@ -96,15 +96,15 @@ def _of_itself(text: str, *, has_evidence: bool) -> Iterator[Finding]:
     yield from part_findings(document)
 
 
-def _signs(document: Document, *, ours: bool) -> Iterator[Finding]:
+def _signs(document: Document, *, ours: bool) -> Iterator[CardFinding]:
     """Secrets, invisible characters, and on a card of refiner paths."""
     for number, line in enumerate(document.text.split("\n"), start=1):
         if has_secret(line):
             what = "something looks like an access token or key"
-            yield Finding(number, "secret", what, "remove and revoke it")
+            yield CardFinding(number, "secret", what, "remove and revoke it")
         if found := CONTROLS.search(line):
             what = f"the character U+{ord(found.group()):04X} is invisible"
-            yield Finding(number, "control-character", what, "remove it")
+            yield CardFinding(number, "control-character", what, "remove it")
         if ours and (found := _PATH.search(line)):
             what = f"{found.group()} is a local path"
-            yield Finding(number, "machine-path", what, "use a name that others can resolve")
+            yield CardFinding(number, "machine-path", what, "use a name that others can resolve")

@@ -34,7 +34,7 @@ class Paragraph(NamedTuple):
         return self.line + self.text.count("\n", 0, offset)
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One row of a table: its line, and its cells as shown."""
 
     line: int
@@ -48,7 +48,7 @@ class Table:
 
     line: int
     header: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     headings: tuple[str, ...] = ()
     caption: str = ""
 
@@ -113,7 +113,7 @@ def read_document(text: str) -> Document:
 def _table(
     tokens: Iterator[Token], line: int, first: int, headings: tuple[str, ...], caption: str
 ) -> Table:
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     cells: list[str] = []
     for token in tokens:
         if token.type == "table_close":
@@ -124,7 +124,7 @@ def _table(
             cells = []
             at = first + (token.map or [line - first])[0]
         elif token.type == "tr_close":
-            rows.append(Row(at, tuple(cells)))
+            rows.append(TableRow(at, tuple(cells)))
     return Table(line, rows[0].cells, tuple(rows[1:]), headings, caption)
 
 
@@ -156,7 +156,7 @@ Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class CardFinding:
     """One problem of a card.
 
     Attributes
@@ -216,7 +216,7 @@ _LARGEST = 100_000
 _FIRST_LINE = 2
 
 
-def front_findings(block: str | None, *, unknown_base: bool = False) -> Iterator[Finding]:
+def front_findings(block: str | None, *, unknown_base: bool = False) -> Iterator[CardFinding]:
     """Problems of a front matter.
 
     Parameters
@@ -249,10 +249,10 @@ def front_findings(block: str | None, *, unknown_base: bool = False) -> Iterator
         wrong = "the front matter is not a mapping"
     if wrong:
         fix = "begin the file with a block between two lines of ---: license, base_model, …"
-        yield Finding(line, "front-matter", wrong, fix)
+        yield CardFinding(line, "front-matter", wrong, fix)
         return
     for key, rule in (("license", "licence-missing"), ("base_model", "base-model-missing")):
         if not matter.get(key):
             severity: Severity = "warning" if unknown_base and key == "base_model" else "error"
             what = f"the front matter has no {key}"
-            yield Finding(1, rule, what, f"add `{key}:`", severity)
+            yield CardFinding(1, rule, what, f"add `{key}:`", severity)

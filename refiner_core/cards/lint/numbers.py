@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from itertools import islice
 
-from refiner_core.cards.lint.markdown import Document, Finding, Table
+from refiner_core.cards.lint.markdown import CardFinding, Document, Table
 from refiner_core.cards.lint.quantities import (
-    Figure,
+    PrintedNumber,
     Quantity,
     counts_cases,
     figures_of,
@@ -33,7 +33,7 @@ _TOTAL = re.compile(
 )
 
 
-def totals(table: Table) -> Iterator[Finding]:
+def totals(table: Table) -> Iterator[CardFinding]:
     """Check rows that sum up others, column by column: counts are sums, and in a table with
     counts, metrics are means (or sums) of their parts."""
     labels = [_TOTAL.fullmatch(row.cells[0]) for row in table.rows]
@@ -70,7 +70,7 @@ def totals(table: Table) -> Iterator[Finding]:
         if wrong:
             shown = f"{float(added):.{whole.decimals}f}" + (" %" if whole.percent else "")
             what = f"{table.rows[at].cells[0]} of {header} is {whole.text}, but {said} {shown}"
-            yield Finding(table.rows[at].line, "total", what, "correct it, or the parts")
+            yield CardFinding(table.rows[at].line, "total", what, "correct it, or the parts")
 
 
 # ---------------------------------------------------------------- shares of n
@@ -100,7 +100,7 @@ _MOST_REPEATS, _MOST_CASES = 20, 10**7
 
 def impossible_shares(
     document: Document, known: Sequence[Quantity]
-) -> Iterator[tuple[Finding, Quantity | None]]:
+) -> Iterator[tuple[CardFinding, Quantity | None]]:
     """Findings, each with its number in a table."""
     said = {int(next(filter(None, m.groups()))) for m in _REPEATS.finditer(document.text)}
     repeats = sorted(said - {0, 1})[:_MOST_REPEATS]
@@ -121,7 +121,7 @@ def impossible_shares(
         if why := _no_share(q.figure, q.n, tries, q.whole):
             where = f" (line {q.n_line})" if q.n_line not in (0, q.line) else ""
             what = f"{q.figure.text} is no share of n = {q.n}{where}: {why}"
-            yield Finding(q.line, "percentage-impossible", what, _FIX), q
+            yield CardFinding(q.line, "percentage-impossible", what, _FIX), q
     for paragraph in document.paragraphs:
         counts = _YES_NO.search(paragraph.text) is not None
         for found in _OF_CASES.finditer(paragraph.text):
@@ -131,10 +131,10 @@ def impossible_shares(
             if figure.value <= 100 and (why := _no_share(figure, n, [1, *repeats], 100)):
                 what = f"{figure.text} is no share of n = {n}: {why}"
                 line = paragraph.line_of(found.start())
-                yield Finding(line, "percentage-impossible", what, _FIX), None
+                yield CardFinding(line, "percentage-impossible", what, _FIX), None
 
 
-def _no_share(figure: Figure, n: int, tries: Sequence[int], whole: int) -> str:
+def _no_share(figure: PrintedNumber, n: int, tries: Sequence[int], whole: int) -> str:
     """Reason why no number of ``n`` cases with so many tries each prints as the figure; empty if
     one does."""
     if not 0 <= figure.value <= whole:
@@ -169,7 +169,7 @@ _NEAR = 300
 
 def claim_findings(
     document: Document, known: Sequence[Quantity], impossible: Collection[Quantity]
-) -> Iterator[Finding]:
+) -> Iterator[CardFinding]:
     """One finding per false claim, such as ``4x improvement``."""
     claims = ((p, m) for p in document.paragraphs for m in _FACTOR.finditer(p.text))
     pairs = _pairs(known)
@@ -179,7 +179,7 @@ def claim_findings(
             rule, said = problem
             fix = "measure both under one protocol, on the same cases, and compute it again"
             line, claim = paragraph.line_of(found.start("value")), " ".join(found.group().split())
-            yield Finding(line, rule, f"{claim!r} {said}", fix)
+            yield CardFinding(line, rule, f"{claim!r} {said}", fix)
 
 
 def _pairs(known: Sequence[Quantity]) -> list[tuple[Quantity, Quantity]]:
@@ -257,18 +257,18 @@ _QUOTED = re.compile(
 )
 
 
-def part_findings(document: Document) -> Iterator[Finding]:
+def part_findings(document: Document) -> Iterator[CardFinding]:
     """Parts that exceed their whole, or whose share is stated wrongly, in sentences and
     in cells."""
     for part in document.texts():
         for found in _OF.finditer(part.text):
             if whole_number(found["part"]) > whole_number(found["whole"]):
                 said = f"{found.group()}: more than there are"
-                yield Finding(part.line_of(found.start()), "parts", said)
+                yield CardFinding(part.line_of(found.start()), "parts", said)
         for found in _QUOTED.finditer(part.text):
             if share := _another_share(found):
                 said = f"{found.group().rstrip()}: {found['part']} of {found['whole']} are {share}"
-                yield Finding(part.line_of(found.start()), "parts", said)
+                yield CardFinding(part.line_of(found.start()), "parts", said)
 
 
 def _another_share(found: re.Match[str]) -> str:

@@ -1,8 +1,8 @@
 """Numbers of a card's tables, each with its metric, model and number of cases.
 
 In: a :class:`Document`. Out: one :class:`Quantity` per number with a known metric. Rows may be
-models and columns metrics, or the other way round. A printed number (:class:`Figure`) stands for
-all values that round to it. Labels are interpreted only if they are unambiguous
+models and columns metrics, or the other way round. A printed number (:class:`PrintedNumber`) stands
+for all values that round to it. Labels are interpreted only if they are unambiguous
 (:func:`metric_of`).
 """
 
@@ -55,7 +55,7 @@ Role = Literal["own", "base", ""]
 
 
 @dataclass(frozen=True)
-class Figure:
+class PrintedNumber:
     """One printed number.
 
     Attributes
@@ -90,13 +90,13 @@ class Figure:
         return self.decimals == 0 and not self.percent and not self.hedged and self.value >= 0
 
 
-def parse_figure(text: str) -> Figure | None:
+def parse_figure(text: str) -> PrintedNumber | None:
     """The number that makes up a cell, or None for anything else."""
     found = _FIGURE.fullmatch(text.strip())
     if found is None or not any(c.isdigit() for c in found["value"]):
         return None
     plain = found["value"].replace(",", "").replace("−", "-")
-    return Figure(
+    return PrintedNumber(
         text=text.strip(),
         value=Fraction(plain),
         decimals=len(plain.partition(".")[2]),
@@ -180,7 +180,7 @@ class Quantity:
 
     metric: Metric
     name: frozenset[str]
-    figure: Figure
+    figure: PrintedNumber
     line: int
     table: Table
     role: Role = ""
@@ -197,7 +197,7 @@ def quantities(document: Document) -> list[Quantity]:
     return [_with_n(q, found) for q in found]
 
 
-def figures_of(table: Table) -> list[list[Figure | None]]:
+def figures_of(table: Table) -> list[list[PrintedNumber | None]]:
     """The numbers of a table, by row and column."""
     return [[parse_figure(cell) for cell in row.cells] for row in table.rows]
 

@@ -61,7 +61,7 @@ _LOOKS = re.compile(
 _LOGIN = re.compile(r"(?<=://)[^/\s@]++@")
 
 
-class Given(NamedTuple):
+class SecretAssignment(NamedTuple):
     """A value assigned to a secret's name in a text, and its position. ``is_set``: assigned by
     ``=``, ``:`` or a flag, not only adjacent."""
 
@@ -86,7 +86,7 @@ def is_secret_name(name: str) -> bool:
     return last in _LAST or last.endswith(_ENDINGS) or (before, last) == ("auth", "string")
 
 
-def given_secrets(text: str) -> Iterator[Given]:
+def assigned_secrets(text: str) -> Iterator[SecretAssignment]:
     """Positions of ``TOKEN=…``, ``--api-key …``, ``"password": "…"`` and the like in a text, except
     numbers and references such as ``$TOKEN``. Linear in the text."""
     for found in _NAME.finditer(text):
@@ -95,7 +95,9 @@ def given_secrets(text: str) -> Iterator[Given]:
             continue
         if not given["value"].startswith(_REFERENCES):
             is_set = bool(given["sign"].strip()) or found.group().startswith("-")
-            yield Given(found.group().lstrip("-"), given["value"], given.start("value"), is_set)
+            yield SecretAssignment(
+                found.group().lstrip("-"), given["value"], given.start("value"), is_set
+            )
 
 
 def has_secret(text: str) -> bool:
@@ -155,7 +157,7 @@ def _text_fields() -> tuple[str, ...]:
 def _secret_in(text: str, is_free: bool) -> str:
     """The secret in a text, in words; empty if there is none. Cached: thousands of trials share
     most of their texts."""
-    for given in given_secrets(text) if is_free else ():
+    for given in assigned_secrets(text) if is_free else ():
         if given.is_set and not _CODE & set(given.value):
             return f"a value for {given.name}"
     if _LOGIN.search(text):

@@ -139,7 +139,7 @@ def _command_inputs(config: RecipeConfig, newest: str) -> dict[str, str]:
 COMMAND = Kind(
     "command",
     order=70,
-    run="flows.stages.foreign:run_foreign",
+    run="flows.stages.external:run_external",
     fields=("seed", "command"),
     reads=_command_reads,
     trains="elsewhere",

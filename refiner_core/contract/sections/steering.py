@@ -190,7 +190,7 @@ Channel = Literal["command", "url"]
 
 
 @plain_dataclass(frozen=True)
-class Alarm:
+class NotifyChannel:
     """One channel of a message.
 
     ``what`` is a shell command, or the environment variable or file that holds addresses.
@@ -205,11 +205,11 @@ class Alarm:
         return self.channel if self.channel == "command" else self.what
 
 
-def alarms_of(notify: NotifyConfig) -> tuple[Alarm, ...]:
+def alarms_of(notify: NotifyConfig) -> tuple[NotifyChannel, ...]:
     """The channels of a recipe; none if it sends no notifications."""
-    command = [Alarm("command", notify.command)] if notify.command is not None else []
+    command = [NotifyChannel("command", notify.command)] if notify.command is not None else []
     names = [*notify.urls, *([notify.webhook] if notify.webhook is not None else [])]
-    return (*command, *(Alarm("url", name) for name in dict.fromkeys(names)))
+    return (*command, *(NotifyChannel("url", name) for name in dict.fromkeys(names)))
 
 
 _ADDRESS = re.compile(r"(?i)\bhttps?://")

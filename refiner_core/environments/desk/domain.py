@@ -1,10 +1,11 @@
 """Parts of a domain of the desk, and the state that its tools change.
 
-In: nothing but JSON. Out: :class:`Domain`, :class:`Desk`, :class:`Refused`, :class:`Draft` and the
-random draws of tasks.
+In: nothing but JSON. Out: :class:`Domain`, :class:`Desk`, :class:`ToolRefusal`, :class:`Draft` and
+the random draws of tasks.
 
 A tool is a function of the :class:`Desk` and the call's arguments; it changes the tables and
-returns the result, or raises :class:`Refused`, which changes nothing. Arguments match the schema.
+returns the result, or raises :class:`ToolRefusal`, which changes nothing. Arguments match the
+schema.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from refiner_core.environments.desk import words
+from refiner_core.environments.desk import vocabulary
 from refiner_core.environments.protocol import ToolSpec
-from refiner_core.words import draw_id, draw_name, draw_value
+from refiner_core.formatting import draw_id, draw_name, draw_value
 
 #: Tables of records, by table and key.
 Tables = dict[str, dict[str, dict[str, Any]]]
@@ -24,7 +25,7 @@ Result = dict[str, Any]
 Call = tuple[str, Mapping[str, Any]]
 
 
-class Refused(Exception):
+class ToolRefusal(Exception):
     """A tool's refusal. ``kind`` is the agent's mistake; the text is the message to it."""
 
     def __init__(self, kind: Literal["wrong_argument", "rule_broken"], text: str) -> None:
@@ -32,9 +33,9 @@ class Refused(Exception):
         self.kind: Literal["wrong_argument", "rule_broken"] = kind
 
 
-def broken(text: str) -> Refused:
+def broken(text: str) -> ToolRefusal:
     """Refusal of an action that the policy forbids."""
-    return Refused("rule_broken", text)
+    return ToolRefusal("rule_broken", text)
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Desk:
         """A record by its key."""
         record = self.tables[table].get(key)
         if record is None:
-            raise Refused("wrong_argument", f"there is no {table[:-1]} {_short(key)}")
+            raise ToolRefusal("wrong_argument", f"there is no {table[:-1]} {_short(key)}")
         return record
 
     def look_up(self, table: str, key: str) -> dict[str, Any]:
@@ -121,7 +122,7 @@ class Draw:
 
     def days(self, count: int) -> list[str]:
         """Different days of the week."""
-        return self.rng.sample(words.DAYS, count)
+        return self.rng.sample(vocabulary.DAYS, count)
 
 
 Family = Callable[[Draw], Draft]
@@ -189,7 +190,7 @@ def introduced(
     opening = f"my name is {name}. {opening}" if volunteers else opening
     user = calling(opening, {what: key, "name": name}, volunteers)
     slots = [slot for slot in (what, "name") if slot not in volunteers]
-    return user, [respond(words.ask(slots)), (f"get_{what}", {what: key})]
+    return user, [respond(vocabulary.ask(slots)), (f"get_{what}", {what: key})]
 
 
 class Scene:
@@ -211,7 +212,7 @@ class Scene:
     def answers(self, hear: tuple[str, ...], *, agrees: bool, to: str) -> None:
         """Add the user's consent or refusal to an offer."""
         more = {"agree": to} if agrees else {"end": True}
-        self.reacts(hear, words.YES if agrees else words.NO, **more)
+        self.reacts(hear, vocabulary.YES if agrees else vocabulary.NO, **more)
 
     def draft(self, summary: str, state: Tables, end: Call, tempting: Call | None = None) -> Draft:
         """The task."""

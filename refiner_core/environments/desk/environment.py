@@ -15,12 +15,12 @@ from typing import Any
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import user as scripted
-from refiner_core.environments.desk import words
+from refiner_core.environments.desk import vocabulary
 from refiner_core.environments.desk.domain import FINISH, HAND_OVER, SPEAK
 from refiner_core.environments.desk.episode import DeskEpisode, solution_of
 from refiner_core.environments.desk.tasks import COUNTS, DOMAINS, VERSION, own_tasks
 from refiner_core.environments.protocol import Task, ToolCall, ToolSpec
-from refiner_core.words import draw_id
+from refiner_core.formatting import draw_id
 
 Calls = list[ToolCall]
 _FINISH = ToolCall(FINISH, {})
@@ -42,7 +42,7 @@ def expert_calls(task: Task, seed: int, *, flawed: bool) -> Calls:
 def _said(call: ToolCall, rng: random.Random) -> ToolCall:
     if call.name != SPEAK:
         return call
-    return ToolCall(SPEAK, {"content": words.paraphrase(call.arguments["content"], rng)})
+    return ToolCall(SPEAK, {"content": vocabulary.paraphrase(call.arguments["content"], rng)})
 
 
 def _reward(task: Task, calls: Calls) -> float:
@@ -75,7 +75,7 @@ def _wrong_argument(task: Task, calls: Calls, rng: random.Random) -> Calls | Non
     place = rng.choice(places)
     call = calls[place]
     name = rng.choice(list(call.arguments))
-    days = [day for day in words.DAYS if day != call.arguments[name]]
+    days = [day for day in vocabulary.DAYS if day != call.arguments[name]]
     other = rng.choice(days) if name == "day" else draw_id(rng)
     wrong = ToolCall(call.name, {**call.arguments, name: other})
     return [*calls[:place], wrong, *calls[place + 1 :]]
@@ -203,7 +203,7 @@ def _digest(tasks: Sequence[Task]) -> str:
         name: [domain.policy, [spec.as_json() for spec in domain.specs]]
         for name, domain in DOMAINS.items()
     }
-    phrases = {name: getattr(words, name) for name in dir(words) if name.isupper()}
+    phrases = {name: getattr(vocabulary, name) for name in dir(vocabulary) if name.isupper()}
     whole = [VERSION, said, phrases, scripted.PATIENCE, [task.__dict__ for task in tasks]]
     text = json.dumps(whole, ensure_ascii=False, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -15,7 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from refiner_core.environments.desk.domain import FINISH, HAND_OVER, SPEAK, Desk, Domain, Refused
+from refiner_core.environments.desk.domain import (
+    FINISH,
+    HAND_OVER,
+    SPEAK,
+    Desk,
+    Domain,
+    ToolRefusal,
+)
 from refiner_core.environments.desk.tasks import DOMAINS
 from refiner_core.environments.desk.user import ScriptedUser
 from refiner_core.environments.protocol import (
@@ -50,7 +57,7 @@ Ended = Literal["", "finished", "handed_over", "user_left"]
 
 
 @dataclass(frozen=True)
-class _Expected:
+class _ExpectedEpisode:
     """Traces of a solved episode: questions to the user, calls of tools, actions of the
     user, tables, its device."""
 
@@ -64,7 +71,7 @@ class _Expected:
 class DeskEpisode:
     """One attempt at a task; see :class:`refiner_core.environments.protocol.Episode`."""
 
-    def __init__(self, task: Task, expected: _Expected | None = None) -> None:
+    def __init__(self, task: Task, expected: _ExpectedEpisode | None = None) -> None:
         self._task = task
         self._expected = expected or expected_of(task)
         self._begin(0)
@@ -109,7 +116,7 @@ class DeskEpisode:
             return Step((), done=True)
         try:
             result = self._domain.tools[call.name](self._desk, call.arguments)
-        except Refused as error:
+        except ToolRefusal as error:
             return self._refuse(error.kind, str(error))
         self._calls.append(_key(call.name, call.arguments))
         return Step((Message("tool", json.dumps(result, ensure_ascii=False)),))
@@ -216,15 +223,15 @@ def solution_of(task: Task) -> list[ToolCall]:
     return [ToolCall(name, dict(arguments)) for name, arguments in task.data["solution"]]
 
 
-def expected_of(task: Task) -> _Expected:
+def expected_of(task: Task) -> _ExpectedEpisode:
     """Traces of a task's solution."""
-    episode = DeskEpisode(task, _Expected((), (), (), {}, {}))
+    episode = DeskEpisode(task, _ExpectedEpisode((), (), (), {}, {}))
     episode.reset(0)
     for call in solution_of(task):
         episode.step(call)
     calls = dict.fromkeys(call for call in episode._calls if call[0] != FINISH)
     volunteered = task.data["user"]["volunteers"]
-    return _Expected(
+    return _ExpectedEpisode(
         asked=tuple(slot for slot in episode._desk.told if slot not in volunteered),
         calls=tuple(calls),
         doings=tuple(dict.fromkeys(episode._desk.doings)),

@@ -34,7 +34,7 @@ from functools import partial
 from typing import Any
 
 from refiner_core.environments.desk import user as appliance
-from refiner_core.environments.desk import words
+from refiner_core.environments.desk import vocabulary
 from refiner_core.environments.desk.domain import (
     COMMON,
     Call,
@@ -43,9 +43,9 @@ from refiner_core.environments.desk.domain import (
     Draft,
     Draw,
     Family,
-    Refused,
     Result,
     Scene,
+    ToolRefusal,
     broken,
     calling,
     finish,
@@ -82,13 +82,13 @@ def _may_change(desk: Desk, key: str) -> dict[str, Any]:
     if record["terms"] == "fee" and "fee" not in desk.agreed:
         raise broken("not allowed, tell the fee and ask first")
     if record["state"] == "cancelled":
-        raise Refused("wrong_argument", "it is cancelled")
+        raise ToolRefusal("wrong_argument", "it is cancelled")
     return record
 
 
 def _day(text: str) -> str:
-    if text not in words.DAYS:
-        raise Refused("wrong_argument", "there is no day like that")
+    if text not in vocabulary.DAYS:
+        raise ToolRefusal("wrong_argument", "there is no day like that")
     return text
 
 
@@ -114,7 +114,7 @@ def _reserve(desk: Desk, arguments: Mapping[str, Any]) -> Result:
         return {**shown, "state": "taken", "free": room["free"]}
     key = room["next"]
     if key in desk.tables["bookings"]:
-        raise Refused("wrong_argument", "there is no other booking")
+        raise ToolRefusal("wrong_argument", "there is no other booking")
     room["taken"].append(day)
     made = {"name": desk.caller, "terms": "free", "fee": 0, "state": "reserved"}
     desk.tables["bookings"][key] = {**shown, **made}
@@ -149,7 +149,7 @@ def _existing(
     record = _booking(draw, terms, fee)
     opening = draw.rng.choice(_BOOKING_OPENINGS[kind])
     scene = Scene(*introduced(draw, "booking", key, record["name"], opening))
-    new_day = draw.rng.choice([day for day in words.DAYS if day != record["day"]])
+    new_day = draw.rng.choice([day for day in vocabulary.DAYS if day != record["day"]])
     arguments = {"booking": key} if kind == "cancel" else {"booking": key, "day": new_day}
     scene.user["knows"] |= {"day": new_day} if kind == "change" else {}
     done = _DONE[kind]
@@ -159,10 +159,10 @@ def _existing(
     if terms == "fixed":
         scene.says("your booking is fixed.", _FIXED)
         if insists:
-            scene.reacts((_FIXED,), words.ANYWAY, again=[0])
+            scene.reacts((_FIXED,), vocabulary.ANYWAY, again=[0])
             scene.calls.append(respond("your booking is fixed."))
     elif agrees:
-        scene.calls += [respond(words.ask(["day"]))] if kind == "change" else []
+        scene.calls += [respond(vocabulary.ask(["day"]))] if kind == "change" else []
         scene.calls.append((kind, arguments))
         scene.says(f"your booking is {done}.", _ANY_SPELLING[done])
     return scene.draft(
@@ -195,7 +195,7 @@ def _reserve_family(draw: Draw, taken: bool, agrees: bool = True) -> Draft:
     day, other = draw.days(2)
     opening = draw.rng.choice(("i want to reserve a room.", "i need a room please."))
     calls: list[Call] = [
-        respond(words.ask(["room", "day"])),
+        respond(vocabulary.ask(["room", "day"])),
         ("reserve", {"room": room, "day": day}),
     ]
     record = {"taken": [day] if taken else [], "free": other, "next": key}
@@ -275,7 +275,7 @@ def _may_return(desk: Desk, key: str) -> dict[str, Any]:
     if record["state"] == "sent":
         raise broken("not allowed, it is sent")
     if record["state"] != "arrived":
-        raise Refused("wrong_argument", f"it is {record['state']}")
+        raise ToolRefusal("wrong_argument", f"it is {record['state']}")
     return record
 
 
@@ -346,7 +346,7 @@ class _OrderScene(Scene):
         item = self.draw.value()
         self.items[item] = {"stock": stock}
         self.user["knows"]["item"] = item
-        self.calls += [respond(words.ask(["item"])), ("get_item", {"item": item})]
+        self.calls += [respond(vocabulary.ask(["item"])), ("get_item", {"item": item})]
         return item
 
     def done(self, summary: str, end: Call, tempting: Call | None = None) -> Draft:
@@ -366,7 +366,7 @@ def _refund_family(draw: Draw, *, agrees: bool) -> Draft:
 def _sent_family(draw: Draw, wish: str, *, insists: bool) -> Draft:
     scene = _OrderScene(draw, wish, "sent")
     if insists:
-        scene.reacts(_SENT, words.ANYWAY, again=[0])
+        scene.reacts(_SENT, vocabulary.ANYWAY, again=[0])
         scene.calls.append(respond("your order is sent."))
     scene.says("your order is sent.", *_SENT)
     item = {"item": next(iter(scene.items))} if wish == "exchange" else {}
@@ -479,7 +479,7 @@ def _unlock(desk: Desk, arguments: Mapping[str, Any]) -> Result:
     if record["tries"]:
         raise broken("not allowed, the code is wrong")
     if record["state"] != "locked":
-        raise Refused("wrong_argument", f"it is {record['state']}")
+        raise ToolRefusal("wrong_argument", f"it is {record['state']}")
     if code != record["code"]:
         record["tries"] = 1
         return {"device": key, "state": "locked", "code": "wrong"}
@@ -527,7 +527,7 @@ def _device_family(
     device = {"id": key, "cable": cable, "wireless": wireless, "fresh": fresh, "broken": broken}
     table = {key: record, draw.id(): _device(draw, "active")}
     user = calling(draw.rng.choice(_DEVICE_OPENINGS), {"device": key, "code": code})
-    scene = Scene({**user, "device": device}, [respond(words.ask(["device", "lamp"]))])
+    scene = Scene({**user, "device": device}, [respond(vocabulary.ask(["device", "lamp"]))])
     calls = scene.calls
     calls += [respond(_PLUG)] if cable == "out" else []
     calls += [respond(_WIRELESS)] if wireless == "off" else []
@@ -536,7 +536,7 @@ def _device_family(
     if red:
         calls.append(("get_device", {"device": key}))
     if state == "locked":
-        calls.append(respond(words.ask(["code"])))
+        calls.append(respond(vocabulary.ask(["code"])))
         calls.append(("unlock", {"device": key, "code": code}))
     if state == "blocked" or wrong_code:
         end = hand_over("wrong code" if wrong_code else "blocked")

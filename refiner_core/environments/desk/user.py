@@ -25,7 +25,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from refiner_core.environments.desk import words
+from refiner_core.environments.desk import vocabulary
 from refiner_core.environments.desk.domain import Desk
 
 WORKING = "green"
@@ -132,19 +132,19 @@ class ScriptedUser:
     def answer(self, content: str, desk: Desk) -> str:
         """Its answer to a message; may change its device and what it has revealed."""
         if self.satisfied():
-            return self._bored(self._one_of(words.THANKS))
-        heard = words.words_of(content)
+            return self._bored(self._one_of(vocabulary.THANKS))
+        heard = vocabulary.words_of(content)
         fresh = {
             i
             for i, needles in enumerate(self._tell)
-            if i not in self.told and all(words.contains(heard, needle) for needle in needles)
+            if i not in self.told and all(vocabulary.contains(heard, needle) for needle in needles)
         }
         self.told |= fresh
         reaction = self._reaction(heard, desk)
         if reaction is not None:
             return reaction
         if self.satisfied():
-            return self._one_of(words.THANKS)
+            return self._one_of(vocabulary.THANKS)
         done = self._instructed(heard, desk)
         if done is not None:
             return done
@@ -153,14 +153,14 @@ class ScriptedUser:
             if answered is not None:
                 return answered
         if fresh:
-            return words.OKAY[0]
-        return self._bored(self._one_of(words.CLARIFY))
+            return vocabulary.OKAY[0]
+        return self._bored(self._one_of(vocabulary.CLARIFY))
 
     def _reaction(self, heard: Sequence[str], desk: Desk) -> str | None:
         for index, reaction in enumerate(self._script["reactions"]):
             if index in self._reacted:
                 continue
-            if all(words.contains(heard, needle) for needle in reaction["hear"]):
+            if all(vocabulary.contains(heard, needle) for needle in reaction["hear"]):
                 self._reacted.add(index)
                 self.told -= set(reaction.get("again", ()))
                 if reaction.get("agree"):
@@ -176,12 +176,12 @@ class ScriptedUser:
         if not doings:
             return None
         if len(doings) > 1:
-            return self._bored(words.ONE_STEP)
+            return self._bored(vocabulary.ONE_STEP)
         changed = do(desk, doings[0])
         text = f"done, the lamp is {lamp(desk)}."
         if lamp(desk) == WORKING:
             self._wants_nothing = True
-            text += " " + self._one_of(words.THANKS)
+            text += " " + self._one_of(vocabulary.THANKS)
         return text if changed else self._bored(text)
 
     def _asked(self, heard: Sequence[str], desk: Desk) -> str | None:
@@ -193,7 +193,7 @@ class ScriptedUser:
             knows["lamp"] = lamp(desk)
         parts = [(slot, str(knows[slot])) for slot in named if slot in knows]
         if not parts:
-            return self._bored(words.UNKNOWN)
+            return self._bored(vocabulary.UNKNOWN)
         new = any(desk.told.get(slot) != value for slot, value in parts)
         desk.told.update(parts)
         whose = self._one_of(("my", "the"))
@@ -210,7 +210,7 @@ class ScriptedUser:
         self.useless += 1
         if self.useless >= PATIENCE:
             self.left = True
-            return words.LEAVE
+            return vocabulary.LEAVE
         return text
 
     def _one_of(self, phrases: Sequence[str]) -> str:

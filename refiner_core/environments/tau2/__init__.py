@@ -22,7 +22,7 @@ Mapping:
   from the reward's basis, and excluded or judged by the recipe's judge.
 """
 
-from refiner_core.environments.tau2.environment import Tau2Environment
 from refiner_core.environments.tau2.package import missing_tau2, tau2_digest
+from refiner_core.environments.tau2.tau2_environment import Tau2Environment
 
 __all__ = ["Tau2Environment", "missing_tau2", "tau2_digest"]

@@ -25,10 +25,10 @@ from refiner_core.environments.tau2.tasks import (
     EpisodeWorth,
     assertions_of,
     basis_of,
+    earlier_messages,
     failure_of,
     lines_of,
     read_reward_info,
-    said_before,
     slim,
     with_judged,
     without_assertions,
@@ -112,7 +112,7 @@ class Tau2Episode:
         self._turn_until_agent()
         if self._orchestrator.done:
             raise off_script("ended the conversation before it began", self.user)
-        return (*said_before(self.task), self._told())
+        return (*earlier_messages(self.task), self._told())
 
     def step(self, call: ToolCall) -> Step:
         """One turn of the agent; calls that tau2-bench could not take are answered here."""
@@ -317,7 +317,7 @@ def _agent_class(parts: Parts) -> type[Any]:
 
     base: Any = parts.GymAgent
 
-    class Handed(base):  # type: ignore[misc]
+    class PreparedAgent(base):  # type: ignore[misc]
         def __init__(self, tools: list[Any], policy: str) -> None:
             super().__init__(tools=tools, domain_policy=policy)
             self.given: Any = None
@@ -329,7 +329,7 @@ def _agent_class(parts: Parts) -> type[Any]:
             given, self.given = self.given, None
             return given, state
 
-    return Handed
+    return PreparedAgent
 
 
 def _user_tools(environment: Any, task: Any) -> list[Any] | None:

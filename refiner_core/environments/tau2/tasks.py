@@ -205,7 +205,7 @@ def without_assertions(task: Any) -> Any:
     return copy
 
 
-def said_before(task: Any) -> tuple[Message, ...]:
+def earlier_messages(task: Any) -> tuple[Message, ...]:
     """The conversation before a task that starts in the middle, as one message: an agent cannot be
     given words of its own."""
     state = task.initial_state

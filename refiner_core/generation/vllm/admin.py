@@ -1,6 +1,6 @@
 """The administrative routes of a rollout server: health, pause, new weights.
 
-In: an endpoint. Out: its answers, or :class:`Failed`. The routes exist only with
+In: an endpoint. Out: its answers, or :class:`AdminError`. The routes exist only with
 ``VLLM_SERVER_DEV_MODE=1``; the key is sent with all of them, though vLLM itself ignores it.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from refiner_core.contract.types import Endpoint
 from refiner_core.generation.vllm.wire import (
     SCORING_TEMPERATURE,
-    Unusable,
+    InvalidResponse,
     read_scores,
     said,
     scoring_body,
@@ -85,7 +85,7 @@ def canary_ids(tokenizer: Any, vocabulary: int) -> tuple[int, ...]:
     return tuple((7 * place + 5) % vocabulary for place in range(_TOKENS))
 
 
-class Failed(Exception):
+class AdminError(Exception):
     """A server did not carry out a command; its state is now unknown."""
 
 
@@ -108,20 +108,24 @@ class Admin:
         body = {"method": "refiner_load_weights", "kwargs": {"weights_path": weights}}
         results = self.post("/collective_rpc", body).get("results")
         if not isinstance(results, list) or not all(isinstance(r, dict) for r in results):
-            raise Failed(f"its workers said {results!r} after loading (is the extension there?)")
+            raise AdminError(
+                f"its workers said {results!r} after loading (is the extension there?)"
+            )
 
     def forget_prefixes(self) -> None:
         """Drop the prefix cache of other weights."""
         if self.post("/reset_prefix_cache").get("success") is False:
-            raise Failed("it could not drop its prefix cache: something still holds blocks of it")
+            raise AdminError(
+                "it could not drop its prefix cache: something still holds blocks of it"
+            )
 
     def difference(self, canary: Canary, version: str) -> float:
         """Distance of its canary log-probabilities from the trainer's."""
         answer = self._ask("/v1/completions", content=scoring_body(canary.prompt_ids, version))
         try:
             return canary.difference(*read_scores(answer.content, canary.prompt_ids))
-        except Unusable as error:
-            raise Failed(f"its answer to the canary cannot be used: {error}") from error
+        except InvalidResponse as error:
+            raise AdminError(f"its answer to the canary cannot be used: {error}") from error
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The answer of a route."""
@@ -129,7 +133,7 @@ class Admin:
         try:
             found = answer.json() if answer.content else {}
         except ValueError as error:
-            raise Failed(f"{route} answered {said(answer.content, self.endpoint)}") from error
+            raise AdminError(f"{route} answered {said(answer.content, self.endpoint)}") from error
         return found if isinstance(found, dict) else {}
 
     def _ask(self, route: str, **body: Any) -> httpx.Response:
@@ -141,9 +145,9 @@ class Admin:
         try:
             answer = httpx.post(urljoin(self.endpoint.url, route), **body)
         except httpx.HTTPError as error:
-            raise Failed(f"no answer to {route}: {error or type(error).__name__}") from error
+            raise AdminError(f"no answer to {route}: {error or type(error).__name__}") from error
         if answer.status_code != 200:
-            raise Failed(
+            raise AdminError(
                 f"HTTP {answer.status_code} for {route}: {said(answer.content, self.endpoint)}"
             )
         return answer

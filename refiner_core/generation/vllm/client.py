@@ -43,20 +43,20 @@ from refiner_core.contract.types import (
     GenerationRequest,
     OnCompletion,
     SamplingParams,
-    TurnDesk,
     TurnRequest,
     Turns,
+    TurnScheduler,
 )
 from refiner_core.generation.completions import check_window
 from refiner_core.generation.vllm.sync import WeightSync
 from refiner_core.generation.vllm.wire import (
-    Question,
-    Unusable,
+    InvalidResponse,
+    SampleQuery,
     completion_body,
     read_completion,
     said,
 )
-from refiner_core.http.client import CONNECT_S, Answered, Client, LoopThread, Lost
+from refiner_core.http.client import CONNECT_S, Client, HttpAnswer, LoopThread, LostAnswer
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +67,10 @@ _TICK_S = 0.5
 
 
 @dataclass(eq=False)
-class _Lane:
+class _ServerShare:
     """One server and its share.
 
-    ``heard_at`` is the time of its last answer or its first work (seconds of the loop's clock);
+    ``answered_at`` is the time of its last answer or its first work (seconds of the loop's clock);
     ``held_until`` is the end of a pause after a full queue; ``failed`` counts consecutive
     failures.
     """
@@ -80,7 +80,7 @@ class _Lane:
     queue: deque[int] = field(default_factory=deque)
     flying: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     up: bool = True
-    heard_at: float = 0.0
+    answered_at: float = 0.0
     held_until: float = 0.0
     failed: int = 0
 
@@ -90,9 +90,9 @@ class _Shares:
     to one server, whose prefix cache has their common prefix."""
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
-        self.lanes = [_Lane(index, endpoint) for index, endpoint in enumerate(endpoints)]
+        self.lanes = [_ServerShare(index, endpoint) for index, endpoint in enumerate(endpoints)]
         self._back: deque[int] = deque()
-        self._home: dict[Hashable, _Lane] = {}
+        self._home: dict[Hashable, _ServerShare] = {}
         self._of: dict[int, Hashable] = {}
 
     def add(self, index: int, key: Hashable) -> None:
@@ -107,7 +107,7 @@ class _Shares:
         self._of[index] = key
         home.queue.append(index)
 
-    def take(self, lane: _Lane, *, others: bool = True) -> int | None:
+    def take(self, lane: _ServerShare, *, others: bool = True) -> int | None:
         """The next request for that server; with ``others`` also from another's share, whose key
         then moves to that server. None if none is left."""
         if self._back:
@@ -128,7 +128,7 @@ class _Shares:
         for index, key in new:
             self.add(index, key)
 
-    def _moved(self, index: int, lane: _Lane) -> int:
+    def _moved(self, index: int, lane: _ServerShare) -> int:
         if (key := self._of.get(index)) in self._home:
             self._home[key] = lane
         return index
@@ -161,7 +161,7 @@ class _Call:
         self,
         fleet: WeightSync,
         shares: _Shares,
-        question: Callable[[int], Question],
+        question: Callable[[int], SampleQuery],
         in_flight: int,
         silence_s: float,
     ) -> None:
@@ -228,7 +228,7 @@ class _Call:
             for lane in self._shares.lanes:
                 self._fill(lane, others=others)
 
-    def _fill(self, lane: _Lane, *, others: bool) -> None:
+    def _fill(self, lane: _ServerShare, *, others: bool) -> None:
         now = self._loop.time()
         while lane.up and now >= lane.held_until and len(lane.flying) < self._in_flight:
             index = self._shares.take(lane, others=others)
@@ -237,10 +237,10 @@ class _Call:
                     lane.held_until = 0.0  # no request is left to retry
                 return
             if not lane.flying and not lane.held_until:
-                lane.heard_at = now
+                lane.answered_at = now
             lane.flying[index] = self._start(self._ask(lane, index))
 
-    async def _ask(self, lane: _Lane, index: int) -> None:
+    async def _ask(self, lane: _ServerShare, index: int) -> None:
         body = completion_body(self._question(index))
         url = f"{lane.endpoint.url}/completions"
         answer = await self._client.post(url, lane.endpoint, body)
@@ -248,14 +248,14 @@ class _Call:
         await self._take(lane, index, answer)
         self._pump()
 
-    async def _take(self, lane: _Lane, index: int, answer: Answered | Lost) -> None:
+    async def _take(self, lane: _ServerShare, index: int, answer: HttpAnswer | LostAnswer) -> None:
         """Handle an answer for its sample and for its server."""
-        if isinstance(answer, Answered) and answer.status == 200:
-            lane.heard_at, lane.held_until, lane.failed = self._loop.time(), 0.0, 0
+        if isinstance(answer, HttpAnswer) and answer.status == 200:
+            lane.answered_at, lane.held_until, lane.failed = self._loop.time(), 0.0, 0
             self._read(lane, index, answer.raw)
             return
         self._shares.give_back(index)
-        if isinstance(answer, Lost):
+        if isinstance(answer, LostAnswer):
             await self._doubt(lane, answer.error)
         elif answer.status == 503 and await self._is_well(lane.endpoint):
             lane.held_until = self._loop.time() + _FULL_S  # its queue is full
@@ -271,10 +271,10 @@ class _Call:
                 fix="check grpo.rollout_server.args, and the version of vLLM",
             )
 
-    def _read(self, lane: _Lane, index: int, raw: bytes) -> None:
+    def _read(self, lane: _ServerShare, index: int, raw: bytes) -> None:
         try:
             read = read_completion(raw, self._question(index))
-        except Unusable as error:
+        except InvalidResponse as error:
             raise StageFailed(
                 f"The rollout server at {lane.endpoint.url} sent an unusable answer: {error}",
                 expected="what vLLM answers to a completion request with return_token_ids",
@@ -296,7 +296,7 @@ class _Call:
         """True if the server reports a live engine, on a route outside the API."""
         return await self._client.probe(urljoin(endpoint.url, "/health"), endpoint) == 200
 
-    async def _doubt(self, lane: _Lane, why: str) -> None:
+    async def _doubt(self, lane: _ServerShare, why: str) -> None:
         """Handle a failed request; a healthy server may fail occasionally."""
         lane.failed += 1
         endpoint = lane.endpoint
@@ -312,10 +312,10 @@ class _Call:
             now = self._loop.time()
             for lane in self._shares.lanes:
                 has_work = lane.flying or lane.held_until
-                if lane.up and has_work and now - lane.heard_at > self._silence_s:
-                    self._down(lane, f"it has answered nothing for {now - lane.heard_at:.0f} s")
+                if lane.up and has_work and now - lane.answered_at > self._silence_s:
+                    self._down(lane, f"it has answered nothing for {now - lane.answered_at:.0f} s")
 
-    def _down(self, lane: _Lane, why: str) -> None:
+    def _down(self, lane: _ServerShare, why: str) -> None:
         """Mark a server as lost; others do its work until it is replaced."""
         if not lane.up:
             return
@@ -328,7 +328,7 @@ class _Call:
         self._start(self._revive(lane, why))
         self._pump()
 
-    async def _revive(self, lane: _Lane, why: str) -> None:
+    async def _revive(self, lane: _ServerShare, why: str) -> None:
         lane.endpoint = await asyncio.to_thread(self._fleet.revive, lane.index, why)
         lane.up, lane.failed, lane.held_until = True, 0, 0.0
         self._pump()
@@ -445,7 +445,7 @@ class VllmGenerator:
         self._serve(batch, lambda request: request.context_ids)
         return [batch.found[index] for index in range(len(requests))]
 
-    def turns(self, desk: TurnDesk) -> None:
+    def turns(self, desk: TurnScheduler) -> None:
         """Sample the turns of conversations, each started as early as possible.
 
         Each turn is a separate request with its whole context. The turns of a conversation go to
@@ -454,13 +454,13 @@ class VllmGenerator:
         """
         self._serve(desk, lambda request: request.conversation)
 
-    def _serve(self, desk: TurnDesk, key: Callable[[TurnRequest], Hashable]) -> None:
+    def _serve(self, desk: TurnScheduler, key: Callable[[TurnRequest], Hashable]) -> None:
         """Work until the desk has no more turns; requests of one key go to one server."""
         with self.fleet.busy:
             weights = (self.fleet.stop_ids, self.fleet.version)
             shares = _Shares(self.fleet.endpoints())
             room = self._in_flight * len(shares.lanes)
-            questions: dict[int, Question] = {}
+            questions: dict[int, SampleQuery] = {}
             flying: dict[int, TurnRequest] = {}
             known: set[int] = set()
             begun = finished = 0
@@ -476,7 +476,7 @@ class VllmGenerator:
                     for index, request in new:
                         sample = GenerationRequest(request.context_ids, request.seed)
                         check_window([sample], request.params, self._window)
-                        questions[index] = Question(sample, request.params, *weights)
+                        questions[index] = SampleQuery(sample, request.params, *weights)
                         flying[index] = request
                     keys = [(index, key(request)) for index, request in new]
                     call.change(partial(shares.change, keys, turns.ended))

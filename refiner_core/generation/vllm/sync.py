@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 from refiner_core.contract.errors import KilledError, NoSpaceError, StageFailed
 from refiner_core.contract.types import Endpoint, RolloutServers
 from refiner_core.generation.completions import stop_ids
-from refiner_core.generation.vllm.admin import Admin, Canary, Failed, make_canary
+from refiner_core.generation.vllm.admin import Admin, AdminError, Canary, make_canary
 
 log = logging.getLogger(__name__)
 #: Accept no request from now on. None is running: the fleet's lock ensures that.
@@ -168,14 +168,14 @@ class WeightSync:
             admin.forget_prefixes()
             admin.post("/resume")
             return self._wrong(admin)
-        except Failed as error:
+        except AdminError as error:
             return str(error)
 
     def _require(self, index: int) -> None:
         """Raise if a newly started server is wrong."""
         try:
             wrong = self._wrong(self._admin(index))
-        except Failed as error:
+        except AdminError as error:
             raise KilledError(
                 f"Rollout server {index} was started and then failed: {error}",
                 fix="none needed if it was killed from outside; else check its output",

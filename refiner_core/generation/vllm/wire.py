@@ -41,11 +41,11 @@ _SEEDS = 1 << 63
 _ROUNDING = 1e-3
 
 
-class Unusable(Exception):
+class InvalidResponse(Exception):
     """An answer of status 200 that breaks the contract, so that a retry would not help."""
 
 
-class Question(NamedTuple):
+class SampleQuery(NamedTuple):
     """One requested sample: ``stop_ids`` are tokens that end a text, ``version`` is that of the
     weights; the prefix cache of other versions is never read."""
 
@@ -63,7 +63,7 @@ def said(raw: bytes, endpoint: Endpoint, most: int = 300) -> str:
     return text[:most]
 
 
-def completion_body(asked: Question) -> bytes:
+def completion_body(asked: SampleQuery) -> bytes:
     """The body for one sample, with every sampling parameter explicit."""
     request, params = asked.request, asked.params
     return _encoded(
@@ -89,7 +89,7 @@ def completion_body(asked: Question) -> bytes:
     )
 
 
-def read_completion(raw: bytes, asked: Question) -> Completion | Literal["abort"]:
+def read_completion(raw: bytes, asked: SampleQuery) -> Completion | Literal["abort"]:
     """The sample in an answer; ``abort`` if the server aborted it.
 
     Raises
@@ -102,10 +102,12 @@ def read_completion(raw: bytes, asked: Question) -> Completion | Literal["abort"
         return "abort"
     tokens, most = tuple(choice.token_ids), asked.params.max_new_tokens
     if choice.finish_reason == "length" and len(tokens) != most:
-        raise Unusable(f"it ended by length with {len(tokens)} of {most} tokens (max_tokens)")
+        raise InvalidResponse(
+            f"it ended by length with {len(tokens)} of {most} tokens (max_tokens)"
+        )
     by_string = choice.stop_reason in asked.params.stop_strings
     if choice.finish_reason == "stop" and not (by_string or tokens[-1] in asked.stop_ids):
-        raise Unusable(
+        raise InvalidResponse(
             f"it stopped (stop_reason {choice.stop_reason!r}) at none of the stop tokens "
             f"{sorted(asked.stop_ids)[:8]} or stop strings that were sent"
         )
@@ -144,7 +146,9 @@ def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> tuple[list[float], int
         pairs = zip(prompt_ids, entries or (), strict=True)
         scores = [entry[str(token)].logprob for token, entry in [*pairs][1:] if entry is not None]
     except (KeyError, ValueError) as error:
-        raise Unusable("prompt_logprobs has not one entry per token of the prompt") from error
+        raise InvalidResponse(
+            "prompt_logprobs has not one entry per token of the prompt"
+        ) from error
     assert isinstance(choice, _Choice)
     return scores, choice.token_ids[0], choice.logprobs.token_logprobs[0]
 
@@ -193,10 +197,12 @@ def _only_choice(raw: bytes, prompt_ids: Sequence[int]) -> _Abort | _Choice:
         [choice] = _Completions.model_validate_json(raw).choices
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise Unusable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise InvalidResponse(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if isinstance(choice, _Choice):
         if choice.prompt_token_ids != list(prompt_ids):
-            raise Unusable(f"it is of another prompt than the {len(prompt_ids)} tokens sent")
+            raise InvalidResponse(f"it is of another prompt than the {len(prompt_ids)} tokens sent")
         if len(choice.logprobs.token_logprobs) != len(choice.token_ids):
-            raise Unusable(f"not every one of {len(choice.token_ids)} tokens has a log-probability")
+            raise InvalidResponse(
+                f"not every one of {len(choice.token_ids)} tokens has a log-probability"
+            )
     return choice

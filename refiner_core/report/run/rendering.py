@@ -1,7 +1,7 @@
 """Report of a run as tables and sentences, as short Markdown, and as a page: one HTML file that
 needs only a browser, from any disk.
 
-In: a :class:`~refiner_core.report.run.document.RunReport`. Out: cells and sentences shared by
+In: a :class:`~refiner_core.report.run.run_report.RunReport`. Out: cells and sentences shared by
 terminal, page and Markdown; GitHub's Markdown, in which texts of people and policies are escaped;
 the page's text. The HTML contains everything; its script only hides, navigates and remembers
 (in the address, so that a page that reloads itself keeps its place). The page makes no requests,
@@ -21,8 +21,8 @@ from refiner_core.report.charts import Series, chart, summary
 from refiner_core.report.drawing import scale_for, strip
 from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import MISSING, Section, counted, duration, estimate, hours
-from refiner_core.report.run.document import UNDER_WAY, Row, RunReport, StageRow
-from refiner_core.report.transcripts import shown_example
+from refiner_core.report.run.run_report import UNDER_WAY, Row, RunReport, StageRow
+from refiner_core.report.transcripts import example_html
 
 #: States of a stage whose last attempt ended badly.
 _ENDED_BADLY = ("killed", "hung", "failed")
@@ -228,7 +228,7 @@ def markdown(report: RunReport) -> str:
 MOST_EXAMPLES, MOST_SAID = 40, 12
 
 
-def shown_examples(
+def examples_html(
     examples: Sequence[Row], pair: tuple[str, str] | None = None
 ) -> list[dict[str, Any]]:
     """Examples with as many answers as fit on a page. The models of a ``pair`` (before, after)
@@ -239,7 +239,7 @@ def shown_examples(
         said = list(example["said"])
         if pair is not None and example["kind"] == "before and after":
             said.sort(key=lambda s: s["model"] not in pair)
-        found = shown_example(example["prompt"], said[:MOST_SAID], f"e{place}", len(shown))
+        found = example_html(example["prompt"], said[:MOST_SAID], f"e{place}", len(shown))
         left_out = found["left_out"] + len(said[MOST_SAID:])
         made.append({"example": example, **found, "left_out": left_out})
     return made
@@ -272,7 +272,7 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
     """
     parts = parts_of(__package__, charts=bool(report.curves))
     lead = report.changes[0] if report.changes else None
-    examples = shown_examples(report.examples, (lead["before"], lead["after"]) if lead else None)
+    examples = examples_html(report.examples, (lead["before"], lead["after"]) if lead else None)
     text: str = parts["template"].render(
         report=report,
         parts=parts,

@@ -25,15 +25,15 @@ import pandas as pd
 
 from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS
 from refiner_core.evaluation.statistics import Difference, two_way_means
-from refiner_core.report.sweep.document import Comparison, Row, leading
-from refiner_core.report.sweep.evidence import Evidence, Group, judge_and_rubrics
+from refiner_core.report.sweep.evidence import Group, SweepEvidence, judge_and_rubrics
 from refiner_core.report.sweep.numbers import paired_layouts
+from refiner_core.report.sweep.sweep_report import Comparison, Row, leading
 
 METRIC = "rubric_score"
 
 
 def make_matrix(
-    evidence: Evidence, chosen: Group, comparisons: Sequence[Comparison]
+    evidence: SweepEvidence, chosen: Group, comparisons: Sequence[Comparison]
 ) -> Iterator[Row]:
     """A row for each comparison of judged scores of the question's model and decoding."""
     trains = _trained_by(evidence, chosen.model)
@@ -64,7 +64,7 @@ def make_matrix(
         }
 
 
-def _trained_by(evidence: Evidence, model: str) -> dict[str, tuple[object, object]]:
+def _trained_by(evidence: SweepEvidence, model: str) -> dict[str, tuple[object, object]]:
     """Arm -> judge and rubrics of its reward, from its evaluation under its own protocol."""
     found: dict[str, tuple[object, object]] = {}
     for trial in evidence.trials:
@@ -84,7 +84,7 @@ _MOST_READ = 80
 
 
 def make_rubrics(
-    evidence: Evidence, group: Group, differences: Mapping[str, float]
+    evidence: SweepEvidence, group: Group, differences: Mapping[str, float]
 ) -> tuple[Row, ...]:
     """A row per rubric, those that differ most between arms first.
 
@@ -137,7 +137,7 @@ _SHOWN_FLIPS, _SHOWN_AT_RANDOM, _SHOWN_ARMS = 8, 4, 12
 _NONE: Row = {"question": "", "prompt": ""}
 
 
-def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Row, ...]:
+def make_flips(evidence: SweepEvidence, group: Group, metric: str) -> tuple[Row, ...]:
     """The largest changes of each arm, largest first within an arm."""
     baseline = evidence.sweep.baseline
     layouts = paired_layouts(group, metric, baseline)
@@ -164,7 +164,7 @@ def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Row, ...]
     return tuple({**f, "question": questions.get(f["sample_id"], _NONE)["question"]} for f in found)
 
 
-def _questions(evidence: Evidence, group: Group, prompts: Sequence[str]) -> dict[str, Row]:
+def _questions(evidence: SweepEvidence, group: Group, prompts: Sequence[str]) -> dict[str, Row]:
     if evidence.stored is None or not prompts:
         return {}
     baseline = evidence.sweep.baseline
@@ -173,7 +173,9 @@ def _questions(evidence: Evidence, group: Group, prompts: Sequence[str]) -> dict
     return found
 
 
-def make_side_by_side(evidence: Evidence, group: Group, flips: Sequence[Row]) -> tuple[Row, ...]:
+def make_side_by_side(
+    evidence: SweepEvidence, group: Group, flips: Sequence[Row]
+) -> tuple[Row, ...]:
     """Answers of the baseline and the arms to the prompts that changed most, and to some random
     ones: one sample each (for agents the first attempts), of the first seed that all shown arms
     have."""

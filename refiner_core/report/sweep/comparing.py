@@ -28,14 +28,25 @@ from refiner_core.report.sweep.breakdown import (
     make_rubrics,
     make_side_by_side,
 )
-from refiner_core.report.sweep.document import (
+from refiner_core.report.sweep.evidence import (
+    Group,
+    SweepEvidence,
+    Training,
+    TrialEvidence,
+    make_groups,
+)
+from refiner_core.report.sweep.numbers import (
+    ALPHA,
+    ComparisonSetting,
+    compare_group,
+    paired_layouts,
+)
+from refiner_core.report.sweep.sweep_report import (
     REPORT_VERSION,
     Comparison,
     Row,
     SweepReport,
 )
-from refiner_core.report.sweep.evidence import Evidence, Group, Training, TrialEvidence, make_groups
-from refiner_core.report.sweep.numbers import ALPHA, Setting, compare_group, paired_layouts
 from refiner_core.report.transcripts import summed
 
 Floats = npt.NDArray[np.float64]
@@ -56,7 +67,7 @@ _ALL_POINTS = 30_000
 _FEWEST, _MOST = 12, 200
 
 
-def make_curves(evidence: Evidence) -> tuple[Row, ...]:
+def make_curves(evidence: SweepEvidence) -> tuple[Row, ...]:
     """Curves by stage and metric, arms in the order of the sweep."""
     by_stage: dict[str, dict[str, dict[int, Training]]] = {}
     for trial in evidence.trials:
@@ -128,7 +139,7 @@ def make_attempts(groups: Sequence[Group]) -> Iterator[Row]:
 POWER = 0.8
 
 
-def make_report(evidence: Evidence) -> SweepReport:
+def make_report(evidence: SweepEvidence) -> SweepReport:
     """All comparisons of a sweep, with the other parts of its report."""
     sweep = evidence.sweep
     groups = make_groups(evidence)
@@ -181,7 +192,7 @@ def _changes(comparisons: Sequence[Comparison]) -> dict[str, float]:
 
 
 def choose_primary(
-    evidence: Evidence, groups: Sequence[Group]
+    evidence: SweepEvidence, groups: Sequence[Group]
 ) -> tuple[Group | None, str, tuple[str, ...]]:
     """The group and the metric that answer the sweep's question, and its problems.
 
@@ -218,7 +229,7 @@ def choose_primary(
     return best, metric, ()
 
 
-def _last_model(evidence: Evidence, groups: Sequence[Group]) -> str:
+def _last_model(evidence: SweepEvidence, groups: Sequence[Group]) -> str:
     """The last trained model that was evaluated."""
     found = {g.model for g in groups}
     trained = {name for trial in evidence.trials[:1] for name in trial.stages}
@@ -228,7 +239,7 @@ def _last_model(evidence: Evidence, groups: Sequence[Group]) -> str:
     return order[-1] if order else next(iter(g.model for g in reversed(groups)), "")
 
 
-def _detectable(evidence: Evidence, chosen: Group | None, metric: str) -> dict[str, Any]:
+def _detectable(evidence: SweepEvidence, chosen: Group | None, metric: str) -> dict[str, Any]:
     """The smallest effect that the primary comparison could detect, from its spread."""
     found: dict[str, Any] = {"power": POWER, "alpha": ALPHA}
     wanted = evidence.sweep.question.get("smallest_effect")
@@ -261,8 +272,8 @@ def _detectable(evidence: Evidence, chosen: Group | None, metric: str) -> dict[s
 
 
 def _setting(
-    evidence: Evidence, group: Group, groups: Sequence[Group]
-) -> tuple[Setting, tuple[str, ...]]:
+    evidence: SweepEvidence, group: Group, groups: Sequence[Group]
+) -> tuple[ComparisonSetting, tuple[str, ...]]:
     """Parameters of a group's comparisons, and the arms without any measurement, which are
     reported as missing beside the baseline."""
     sweep = evidence.sweep
@@ -276,7 +287,7 @@ def _setting(
         for trial in evidence.trials
         if trial.row["arm"] in shown and trial.place not in group.cells
     }
-    return Setting(sweep.baseline, arms, sweep.seeds, absent), missing
+    return ComparisonSetting(sweep.baseline, arms, sweep.seeds, absent), missing
 
 
 def _why_absent(trial: TrialEvidence, group: Group) -> str:
@@ -290,7 +301,7 @@ def _why_absent(trial: TrialEvidence, group: Group) -> str:
     return f"{what}, the trial is {row['state']}" + (f" ({row['reason']})" if row["reason"] else "")
 
 
-def _warnings(evidence: Evidence, groups: Sequence[Group]) -> list[str]:
+def _warnings(evidence: SweepEvidence, groups: Sequence[Group]) -> list[str]:
     found = []
     if len(evidence.sweep.seeds) == 1:
         found.append(
@@ -317,7 +328,7 @@ def _warnings(evidence: Evidence, groups: Sequence[Group]) -> list[str]:
 # ---------------------------------------------------------------- other parts
 
 
-def _factors(evidence: Evidence) -> dict[str, tuple[str, ...]]:
+def _factors(evidence: SweepEvidence) -> dict[str, tuple[str, ...]]:
     found: dict[str, dict[str, None]] = {}
     for arm in evidence.sweep.arms:
         for factor, label in arm.levels.items():
@@ -325,7 +336,7 @@ def _factors(evidence: Evidence) -> dict[str, tuple[str, ...]]:
     return {factor: tuple(labels) for factor, labels in found.items()}
 
 
-def _protocols(evidence: Evidence, groups: Sequence[Group]) -> dict[str, Mapping[str, Any]]:
+def _protocols(evidence: SweepEvidence, groups: Sequence[Group]) -> dict[str, Mapping[str, Any]]:
     """Protocols of the shown numbers, by fingerprint."""
     found: dict[str, Mapping[str, Any]] = {}
     for group in groups:

@@ -1,10 +1,11 @@
 """Evidence of a sweep: its records as values, and the grouping of comparable evaluations.
 
-In: nothing; ``flows.reporting`` fills :class:`Evidence` from a workspace, tests from a generator.
-Out: a :class:`Group` for each model, decoding and way of measuring, with each trial's evaluation.
+In: nothing; ``flows.reporting`` fills :class:`SweepEvidence` from a workspace, tests from a
+generator. Out: a :class:`Group` for each model, decoding and way of measuring, with each trial's
+evaluation.
 
 An evaluation shared by several trials is stored once. Texts (answers, prompts, judgements) are
-not in memory: ``Evidence.stored`` reads the few that a report shows. A way of measuring is a
+not in memory: ``SweepEvidence.stored`` reads the few that a report shows. A way of measuring is a
 protocol without its prompts: evaluations that differ only in prompts are in one group, so that the
 report can call them *not comparable*, with the reason. All other differences (judge, rubrics,
 sampling) separate groups, as do, for the metric ``reward``, different combinations of the reward.
@@ -25,7 +26,7 @@ from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import SweepRecord
 from refiner_core.evaluation.metric_names import domain_of, of_domain
 from refiner_core.evaluation.metrics import in_order, of_tasks, weighed
-from refiner_core.report.sweep.document import Row
+from refiner_core.report.sweep.sweep_report import Row
 
 Floats = npt.NDArray[np.float64]
 
@@ -60,7 +61,7 @@ class PromptMeans(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredDecoding:
     """One decoding of a finished evaluate stage.
 
     Attributes
@@ -120,7 +121,7 @@ class TrialEvidence:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class SweepEvidence:
     """Everything that a sweep's report is made of.
 
     Attributes
@@ -143,7 +144,7 @@ class Evidence:
     made_at: str
     state: Literal["running", "finished", "stopped"]
     trials: tuple[TrialEvidence, ...]
-    evaluations: Mapping[str, Sequence[Measured]]
+    evaluations: Mapping[str, Sequence[MeasuredDecoding]]
     protocols: Mapping[str, Mapping[str, Any]]
     trainings: Mapping[str, Training] = field(default_factory=dict)
     incidents: tuple[Row, ...] = ()
@@ -158,7 +159,7 @@ _LEFT_OUT = (*_PROMPTS, "file")
 
 
 #: Trial -> name of a protocol file (empty: the recipe's own protocol) -> its evaluation.
-_Cells = dict[tuple[str, int], dict[str, Measured]]
+_Cells = dict[tuple[str, int], dict[str, MeasuredDecoding]]
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class Group:
     name: str
     judge: str
     reward: bool
-    cells: Mapping[tuple[str, int], Measured]
+    cells: Mapping[tuple[str, int], MeasuredDecoding]
 
     @cached_property
     def arms(self) -> tuple[str, ...]:
@@ -208,7 +209,7 @@ class Group:
         """Names of its protocol files; ``""`` is the recipe's own protocol."""
         return frozenset(cell.protocol_file for cell in self.cells.values())
 
-    def fingerprint(self, cell: Measured) -> str:
+    def fingerprint(self, cell: MeasuredDecoding) -> str:
         """Fingerprint of one of its cells."""
         return cell.reward_protocol if self.reward else cell.protocol
 
@@ -224,7 +225,7 @@ class Group:
         return {arm: tuple(sorted(seeds)) for arm, seeds in found.items()}
 
 
-def make_groups(evidence: Evidence) -> list[Group]:
+def make_groups(evidence: SweepEvidence) -> list[Group]:
     """All groups in which arms can differ, in the order of trials.
 
     A model shared by all arms (the base model, one SFT for all) is no outcome of the sweep: groups
@@ -250,7 +251,9 @@ def make_groups(evidence: Evidence) -> list[Group]:
     return [group for group in groups if group.metrics]
 
 
-def _apart(evidence: Evidence, places: _Cells) -> list[dict[tuple[str, int], Measured]]:
+def _apart(
+    evidence: SweepEvidence, places: _Cells
+) -> list[dict[tuple[str, int], MeasuredDecoding]]:
     """Equal evaluations made several times in one trial (for example under the recipe's own
     protocol and under a file that differs only in prompts), each in a separate group. A trial
     without the baseline's kind of evaluation is placed beside the baseline's."""
@@ -272,7 +275,7 @@ def _apart(evidence: Evidence, places: _Cells) -> list[dict[tuple[str, int], Mea
     return apart
 
 
-def _shared(evidence: Evidence, cells: Mapping[tuple[str, int], Measured]) -> bool:
+def _shared(evidence: SweepEvidence, cells: Mapping[tuple[str, int], MeasuredDecoding]) -> bool:
     """True if all arms have the same evaluations."""
     by_seed: dict[int, set[str]] = {}
     for (_, seed), cell in cells.items():
@@ -282,7 +285,9 @@ def _shared(evidence: Evidence, cells: Mapping[tuple[str, int], Measured]) -> bo
 
 
 def _group(
-    evidence: Evidence, key: tuple[str, str, str, bool], cells: dict[tuple[str, int], Measured]
+    evidence: SweepEvidence,
+    key: tuple[str, str, str, bool],
+    cells: dict[tuple[str, int], MeasuredDecoding],
 ) -> Group:
     model, decoding, _, reward = key
     baseline = evidence.sweep.baseline

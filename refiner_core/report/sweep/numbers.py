@@ -1,7 +1,7 @@
 """Arms against the baseline on one number.
 
 In: a :class:`~refiner_core.report.sweep.evidence.Group` and a metric. Out: a
-:class:`~refiner_core.report.sweep.document.Comparison`: mean and interval per arm, the paired
+:class:`~refiner_core.report.sweep.sweep_report.Comparison`: mean and interval per arm, the paired
 difference, p-values that hold for all arms together (Holm), values by seed, and a verdict.
 
 A comparison uses the seeds that both sides were measured with, and the prompts with a value on both
@@ -36,8 +36,8 @@ import numpy.typing as npt
 from refiner_core.evaluation.metric_names import base_of
 from refiner_core.evaluation.metrics import higher_is_better, is_number, is_yes_no, once_per_prompt
 from refiner_core.evaluation.statistics import Difference, holm, mcnemar_of, two_way_means, wilson
-from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, Row, Verdict
 from refiner_core.report.sweep.evidence import Group, PromptMeans
+from refiner_core.report.sweep.sweep_report import ArmNumber, Comparison, NumberKey, Row, Verdict
 
 Floats = npt.NDArray[np.float64]
 SAME = 1e-9
@@ -139,7 +139,7 @@ class _Side:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ComparisonSetting:
     """Shared parameters of a sweep's comparisons.
 
     ``absent`` maps arm and seed to the reason why there is no evaluation.
@@ -156,7 +156,9 @@ _MANY_EXCLUDED = 0.2
 _NOTHING: Any = Difference(None, None, None, 0, 0, 0, None, "none")  # type: ignore[arg-type]
 
 
-def said_number(side: _Side, base: _Side | None, metric: str, setting: Setting) -> ArmNumber:
+def number_text(
+    side: _Side, base: _Side | None, metric: str, setting: ComparisonSetting
+) -> ArmNumber:
     """One arm's row."""
     mean, found = side.mean or _NOTHING, side.found or _NOTHING
     basis = side.found or mean
@@ -203,7 +205,7 @@ def _verdict(side: _Side, base: _Side | None, metric: str) -> Verdict | None:
     return "better" if (found.value > 0) == good else "worse"
 
 
-def _points(side: _Side, setting: Setting) -> Iterator[Row]:
+def _points(side: _Side, setting: ComparisonSetting) -> Iterator[Row]:
     values = dict(zip(side.seeds, () if side.values is None else side.values, strict=False))
     changes = side.differences
     changed = dict(zip(side.shared, () if changes is None else changes, strict=False))
@@ -220,7 +222,9 @@ def _of_known(row: Floats | None) -> tuple[float | None, int]:
     return (float(np.mean(known)) if len(known) else None), len(known)
 
 
-def _notes(side: _Side, base: _Side | None, setting: Setting, is_base: bool) -> Iterator[str]:
+def _notes(
+    side: _Side, base: _Side | None, setting: ComparisonSetting, is_base: bool
+) -> Iterator[str]:
     if side.refused:
         yield side.refused
     for seed in setting.seeds:
@@ -269,7 +273,7 @@ def _of_drift(drift: Drift, *, agents: bool) -> str:
 
 
 def compare_group(
-    group: Group, setting: Setting, missing: Sequence[str] = (), *, primary: str = ""
+    group: Group, setting: ComparisonSetting, missing: Sequence[str] = (), *, primary: str = ""
 ) -> list[Comparison]:
     """All metrics of a group. ``missing`` are arms without any measurement; ``primary``
     is the metric that answers the sweep's question, if it belongs to this group."""
@@ -277,7 +281,7 @@ def compare_group(
 
 
 def _compare(
-    group: Group, metric: str, setting: Setting, missing: Sequence[str], primary: bool
+    group: Group, metric: str, setting: ComparisonSetting, missing: Sequence[str], primary: bool
 ) -> Comparison:
     sides = _sides(group, metric, setting.baseline)
     _means(sides, metric)
@@ -286,10 +290,10 @@ def _compare(
         _differences(group, metric, base, sides)
         _adjust(sides)
     everybody = [*sides, *(_Side(arm, absent=True) for arm in missing)]
-    numbers = [said_number(side, base, metric, setting) for side in everybody]
+    numbers = [number_text(side, base, metric, setting) for side in everybody]
     order = {arm: i for i, arm in enumerate(setting.arms)}
     return Comparison(
-        key=Key(group.model, group.protocol, group.name, group.decoding, metric, group.judge),
+        key=NumberKey(group.model, group.protocol, group.name, group.decoding, metric, group.judge),
         numbers=tuple(sorted(numbers, key=lambda n: order.get(n.arm, len(order)))),
         higher_is_better=higher_is_better(metric),
         primary=primary,
@@ -382,7 +386,7 @@ def _differences(group: Group, metric: str, base: _Side, sides: Sequence[_Side])
         for side, difference in zip(together, two_way_means(stacked), strict=True):
             side.found = difference if difference.n else None
             _one_against_one(group, metric, side)
-            _look_at_reference(group, metric, base, side)
+            _check_reference(group, metric, base, side)
 
 
 def _pair(base: _Side, sides: Sequence[_Side]) -> list[_Side]:
@@ -410,7 +414,7 @@ def _one_against_one(group: Group, metric: str, side: _Side) -> None:
     side.found = side.found._replace(p_value=p_value, interval="t over prompts, p by McNemar")
 
 
-def _look_at_reference(group: Group, metric: str, base: _Side, side: _Side) -> None:
+def _check_reference(group: Group, metric: str, base: _Side, side: _Side) -> None:
     if base_of(metric) in ("judge_failed", "episode_error"):  # an outage is no judgement
         return
     assert side.differences is not None, "only compared sides have a reference check"

@@ -1,9 +1,9 @@
 """Report of a sweep as Markdown, as CSV tables, as JSON, and as a page: one HTML file that needs
 only a browser, from any disk.
 
-In: a :class:`~refiner_core.report.sweep.document.SweepReport`. Out: GitHub's Markdown for cards,
-issues and pull requests; rows (for W&B) and CSV with full precision, where an empty cell is a
-missing number; JSON; the page's text. Texts of people and policies are escaped: they cannot start
+In: a :class:`~refiner_core.report.sweep.sweep_report.SweepReport`. Out: GitHub's Markdown for
+cards, issues and pull requests; rows (for W&B) and CSV with full precision, where an empty cell is
+a missing number; JSON; the page's text. Texts of people and policies are escaped: they cannot start
 a table, a link, an HTML tag or a mention, nor a spreadsheet formula.
 
 The HTML contains everything; its script only hides, sorts and remembers (in the address, so that a
@@ -25,10 +25,10 @@ from refiner_core.report import drawing, printing
 from refiner_core.report.charts import Series, chart, summary
 from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import finite, plain
-from refiner_core.report.sweep import wording
-from refiner_core.report.sweep.document import Comparison, Row, SweepReport, leading
-from refiner_core.report.sweep.wording import arm_row, column_of, comparison_notes
-from refiner_core.report.transcripts import attempts_of, attempts_tables, shown_example
+from refiner_core.report.sweep import phrases
+from refiner_core.report.sweep.phrases import arm_row, column_of, comparison_notes
+from refiner_core.report.sweep.sweep_report import Comparison, Row, SweepReport, leading
+from refiner_core.report.transcripts import attempts_of, attempts_tables, example_html
 
 #: Comparisons printed in full besides the primary one, and rows of long tables.
 MOST_COMPARISONS = 8
@@ -40,7 +40,7 @@ def markdown(report: SweepReport) -> str:
     compared = sorted(report.comparisons, key=lambda c: not c.primary)[: 1 + MOST_COMPARISONS]
     text = template_of(__package__, "report.md.jinja").render(
         report=report,
-        w=wording,
+        w=phrases,
         compared=[(comparison, _arms(comparison, report)) for comparison in compared],
     )
     return text.rstrip() + "\n"
@@ -121,7 +121,7 @@ def shown_sides(sides: Sequence[Row], first_arms: Sequence[str]) -> list[dict[st
             side["answers"],
             key=lambda a: (a["sample_index"], rank.get(a["arm"], len(rank)), a["seed"]),
         )
-        found = shown_example(side["prompt"], ordered, f"e{place}", len(sides))
+        found = example_html(side["prompt"], ordered, f"e{place}", len(sides))
         shown.append({"side": side, **found})
     return shown
 
@@ -185,7 +185,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         reload_s=reload_s if report.state == "running" else 0,
         views=views_of(report).items(),
         names=views_of(report),
-        w=wording,
+        w=phrases,
         failure_words=FAILURE_WORDS,
         index=index,
         few=few,
@@ -204,8 +204,8 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         attempts=attempts_of(s["said"] for one in prompts for s in one["said"]),
         attempts_tables=attempts_tables(report.attempts, few),
         flips=report.flips[:MOST_FLIPS],
-        costs=wording.costs(report),
-        whole=wording.cost_of("all arms", report.trials),
+        costs=phrases.costs(report),
+        whole=phrases.cost_of("all arms", report.trials),
     )
     return text
 

@@ -53,7 +53,7 @@ class PlainEngine(Engine):
 
     def __init__(
         self,
-        loaded: loading.Loaded,
+        loaded: loading.LoadedModel,
         config: ModelConfig,
         ranks: Ranks | None = None,
         *,

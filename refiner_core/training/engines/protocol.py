@@ -135,7 +135,7 @@ class Engine(ABC):
     name = "plain"
 
     def __init__(
-        self, loaded: loading.Loaded, device: Any, config: ModelConfig, ranks: Ranks
+        self, loaded: loading.LoadedModel, device: Any, config: ModelConfig, ranks: Ranks
     ) -> None:
         self.model, self.tokenizer, self.device = loaded.model, loaded.tokenizer, device
         self.share_prompts, self.balance = loaded.share_prompts, loaded.balance

@@ -174,7 +174,7 @@ class _ZeroEngine(Engine):
 
     def __init__(
         self,
-        loaded: loading.Loaded,
+        loaded: loading.LoadedModel,
         wrapped: Any,
         stage: int,
         config: ModelConfig,

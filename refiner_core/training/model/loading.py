@@ -121,7 +121,7 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of `ru_maxrss` in by
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model ready to train, its tokenizer, and the layout of its packs.
 
     ``share_prompts`` and ``balance`` are arguments of :mod:`refiner_core.training.batches`.
@@ -145,7 +145,7 @@ class Loaded:
 
 def load_for_training(
     model_ref: str, config: ModelConfig, device: Any, *, reentrant: bool = False
-) -> Loaded:
+) -> LoadedModel:
     """Load a model and its tokenizer for training, and check that it can be packed.
 
     ``model_ref`` is a folder or Hub id; the revision applies to Hub ids only. ``reentrant`` chooses
@@ -153,7 +153,7 @@ def load_for_training(
     of saved weights that change when they are gathered and freed.
     """
     model = load_model(model_ref, config, device)
-    loaded = Loaded(
+    loaded = LoadedModel(
         model=model,
         tokenizer=load_tokenizer(model_ref, config),
         share_prompts=_can_share_prompts(model),
@@ -211,7 +211,7 @@ def check_window(model: Any, longest: int) -> None:
         )
 
 
-def check_model(loaded: Loaded) -> None:
+def check_model(loaded: LoadedModel) -> None:
     """Refuse a model whose packed sequences attend to each other, or whose logits need more than
     the head's weight (a bias, a cap).
 

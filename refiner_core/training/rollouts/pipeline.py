@@ -50,14 +50,14 @@ from refiner_core.contract.errors import (
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.generation.load import set_threads
 from refiner_core.rewards import RewardStream
-from refiner_core.samples import Wanted
+from refiner_core.samples import PlannedSample
 from refiner_core.training.batches import permutation, prompt_batch
 from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.ranks import on_first
-from refiner_core.training.rollouts.lane import Lane
 from refiner_core.training.rollouts.policies import Policy
-from refiner_core.training.rollouts.rollout import Sampled
-from refiner_core.training.steps.boundary import Clock, Tell
+from refiner_core.training.rollouts.rollout import RolloutSample
+from refiner_core.training.rollouts.single_turn import SingleTurnTask
+from refiner_core.training.steps.checkpoint_manager import StepTimer, Tell
 
 #: Name of the checkpoint file, and version of its format.
 IN_FLIGHT = "in_flight.json"
@@ -65,7 +65,7 @@ FORMAT_VERSION = 1
 
 
 @dataclass
-class _Round:
+class _SamplingRound:
     """Prompts that are sampled together: the only round of a step, except with active sampling.
 
     ``made`` has this rank's own completions by place, and ``read`` their samples on rank 0;
@@ -73,18 +73,18 @@ class _Round:
     """
 
     indices: tuple[int, ...]
-    wanted: list[Wanted]
+    wanted: list[PlannedSample]
     made: dict[int, Completion] = field(default_factory=dict)
-    read: dict[int, Sampled] = field(default_factory=dict)
+    read: dict[int, RolloutSample] = field(default_factory=dict)
     future: Future[None] | None = None
     collected: bool = False
-    samples: list[Sampled] = field(default_factory=list)
+    samples: list[RolloutSample] = field(default_factory=list)
     rewards: RewardStream | None = None
     results: list[RewardResult] | None = None
 
 
 @dataclass
-class Flight:
+class PendingBatch:
     """A step's batch of rollouts, from its first prompt to its update.
 
     ``version`` counts the training steps of the weights that sampled it; ``epoch`` and ``cursor``
@@ -97,7 +97,7 @@ class Flight:
     version: int
     epoch: int
     cursor: int
-    rounds: list[_Round] = field(default_factory=list)
+    rounds: list[_SamplingRound] = field(default_factory=list)
     settled: bool = False
     cut_short: bool = False
     lost: bool = False
@@ -114,7 +114,7 @@ class Flight:
         return sum(len(part.wanted) for part in self.rounds)
 
     @property
-    def samples(self) -> list[Sampled]:
+    def samples(self) -> list[RolloutSample]:
         """Samples of all rounds, on rank 0."""
         return [sample for part in self.rounds for sample in part.samples]
 
@@ -124,23 +124,23 @@ class Flight:
         return [result for part in self.rounds for result in part.results or ()]
 
 
-def to_bytes(flights: Sequence[Flight]) -> bytes:
+def to_bytes(pending_batches: Sequence[PendingBatch]) -> bytes:
     """Sampled batches in the format of a checkpoint."""
-    value = {"format": FORMAT_VERSION, "flights": [_flight_to_json(f) for f in flights]}
+    value = {"format": FORMAT_VERSION, "flights": [_pending_to_json(f) for f in pending_batches]}
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _flight_to_json(flight: Flight) -> dict[str, Any]:
+def _pending_to_json(pending: PendingBatch) -> dict[str, Any]:
     rounds = [
         {
             "prompts": list(part.indices),
             "samples": [_completion(sample.completion) for sample in part.samples],
             "results": None if part.results is None else [vars(r) for r in part.results],
         }
-        for part in flight.rounds
+        for part in pending.rounds
     ]
     names = ("step", "version", "epoch", "cursor", "settled")
-    return {**{name: getattr(flight, name) for name in names}, "rounds": rounds}
+    return {**{name: getattr(pending, name) for name in names}, "rounds": rounds}
 
 
 def _completion(completion: Completion) -> list[Any]:
@@ -189,7 +189,7 @@ class Pipeline:
         prompts: Sequence[PromptRow],
         engine: Engine,
         policy: Policy,
-        lane: Lane,
+        lane: SingleTurnTask,
         tell: Tell,
     ) -> None:
         self.config, self.grpo, self.prompts = config, config.grpo, prompts
@@ -198,7 +198,7 @@ class Pipeline:
         self._tell = tell
         self.behind = config.grpo.async_steps
         self.last = config.grpo.num_training_steps
-        self.flights: dict[int, Flight] = {}
+        self.pending_batches: dict[int, PendingBatch] = {}
         self.dropped_stale = 0
         self._position = (0, 0)  # epoch and cursor after the last prompt that was drawn
         self._sent = False  # whether this process has sent weights yet
@@ -210,15 +210,15 @@ class Pipeline:
 
     def begin(self, step: int, position: tuple[int, int], kept: bytes | None, where: str) -> None:
         """Resume after ``step`` steps, with the checkpoint's batches for later ones."""
-        flights = [] if kept is None else self._from_bytes(kept, where)
-        self._position = max([position, *((f.epoch, f.cursor) for f in flights)])
-        for flight in flights:
-            if flight.age > self.behind:
-                self.dropped_stale += flight.size
+        pending_batches = [] if kept is None else self._from_bytes(kept, where)
+        self._position = max([position, *((f.epoch, f.cursor) for f in pending_batches)])
+        for pending in pending_batches:
+            if pending.age > self.behind:
+                self.dropped_stale += pending.size
             else:
-                self.flights[flight.step] = flight
+                self.pending_batches[pending.step] = pending
 
-    def take(self, step: int, clock: Clock) -> Flight:
+    def take(self, step: int, clock: StepTimer) -> PendingBatch:
         """The batch of ``step``, sampled; with active sampling also judged.
 
         Raises
@@ -228,40 +228,42 @@ class Pipeline:
         """
         self._begin_missing(step, clock)
         more = self.behind and step + self.behind <= self.last
-        for flight in [self.flights[s] for s in sorted(self.flights) if more or s == step]:
-            self._finish(flight, clock)
-        flight = self.flights[step]
-        if flight.age > self.behind:
+        for pending in [
+            self.pending_batches[s] for s in sorted(self.pending_batches) if more or s == step
+        ]:
+            self._finish(pending, clock)
+        pending = self.pending_batches[step]
+        if pending.age > self.behind:
             raise StageFailed(
                 f"grpo step {step}: rollouts are sampled with the weights of step "
-                f"{flight.version}, {flight.age} steps behind",
+                f"{pending.version}, {pending.age} steps behind",
                 expected=f"weights at most {self.behind} steps behind (grpo.async_steps)",
                 fix="check the sampler: it does not load new weights",
             )
-        return flight
+        return pending
 
-    def ahead(self, step: int, clock: Clock) -> None:
+    def ahead(self, step: int, clock: StepTimer) -> None:
         """Start the sampling allowed while ``step`` trains, with the weights before its update."""
         later = step + self.behind
-        if self.behind and later <= self.last and later not in self.flights:
+        if self.behind and later <= self.last and later not in self.pending_batches:
             self._sync(step - 1, clock)
             self._start(later, clock)
 
-    def judge(self, flight: Flight, clock: Clock) -> None:
+    def judge(self, pending: PendingBatch, clock: StepTimer) -> None:
         """Wait for all its results (on rank 0).
 
         Raises
         ------
         JudgeOutage, Interrupted, EnvironmentOutage
-            See :meth:`refiner_core.contract.types.Judge.judge`, and :meth:`Lane.require`.
+            See :meth:`refiner_core.contract.types.Judge.judge`, and :meth:`SingleTurnTask.require`.
         """
         with clock.time("judge"):
-            for part in flight.rounds:
-                self._judge_round(flight, part)
+            for part in pending.rounds:
+                self._judge_round(pending, part)
 
     def done(self, step: int) -> None:
         """Drop the batch of a finished step."""
-        self.flights.pop(step, None)
+        self.pending_batches.pop(step, None)
         self.dropped_stale = 0
 
     # ------------------------------------------------------------ checkpoints
@@ -269,23 +271,23 @@ class Pipeline:
     def savable(self, step: int) -> bool:
         """True if the state after ``step`` can be saved: not if active sampling was cut short,
         since its next round needs weights that no checkpoint has."""
-        return not any(flight.cut_short for flight in self._after(step))
+        return not any(pending.cut_short for pending in self._after(step))
 
     def dump(self, step: int, *, judged: bool) -> Mapping[str, bytes]:
         """The file with the batches in flight after ``step``; waits until they are sampled, and
         with ``judged`` until they are judged, if the judge responds. All ranks call it together."""
-        flights, clock = self._after(step), Clock()
-        for flight in flights:
-            self._finish(flight, clock)
+        pending_batches, clock = self._after(step), StepTimer()
+        for pending in pending_batches:
+            self._finish(pending, clock)
             if judged:
                 try:
-                    self.judge(flight, clock)
+                    self.judge(pending, clock)
                 except (JudgeOutage, EnvironmentOutage, Interrupted):
                     # Requested again when the results are needed.
                     judged = False
-        if not flights or self.ranks.rank > 0:
+        if not pending_batches or self.ranks.rank > 0:
             return {}
-        return {IN_FLIGHT: to_bytes(flights)}
+        return {IN_FLIGHT: to_bytes(pending_batches)}
 
     def close(self) -> None:
         """Stop the sampling and the thread."""
@@ -294,7 +296,7 @@ class Pipeline:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
 
-    def _from_bytes(self, data: bytes, where: str) -> list[Flight]:
+    def _from_bytes(self, data: bytes, where: str) -> list[PendingBatch]:
         """Batches from a checkpoint's file.
 
         Raises
@@ -306,7 +308,7 @@ class Pipeline:
             value = json.loads(data)
             if value["format"] != FORMAT_VERSION:
                 raise ValueError(f"format {value['format']}")
-            return [self._flight_from_json(each) for each in value["flights"]]
+            return [self._pending_from_json(each) for each in value["flights"]]
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise WorkspaceError(
                 f"{IN_FLIGHT} of {where} cannot be read ({type(error).__name__}: {error})",
@@ -314,44 +316,44 @@ class Pipeline:
                 fix="remove the checkpoint to resume from the previous one",
             ) from error
 
-    def _flight_from_json(self, value: Mapping[str, Any]) -> Flight:
-        flight = Flight(value["step"], value["version"], value["epoch"], value["cursor"])
-        flight.settled = value["settled"]
+    def _pending_from_json(self, value: Mapping[str, Any]) -> PendingBatch:
+        pending = PendingBatch(value["step"], value["version"], value["epoch"], value["cursor"])
+        pending.settled = value["settled"]
         for part in value["rounds"]:
-            wanted = self.lane.wanted(self.prompts, flight.step, part["prompts"])
+            wanted = self.lane.wanted(self.prompts, pending.step, part["prompts"])
             pairs = zip(wanted, part["samples"], strict=True)
             samples = [self._read(one, _completion_again(*values)) for one, values in pairs]
             results = part["results"]
             made = None if results is None else [RewardResult(**result) for result in results]
             indices = tuple(part["prompts"])
-            flight.rounds.append(
-                _Round(indices, wanted, collected=True, samples=samples, results=made)
+            pending.rounds.append(
+                _SamplingRound(indices, wanted, collected=True, samples=samples, results=made)
             )
-        return flight
+        return pending
 
-    def _after(self, step: int) -> list[Flight]:
-        later = (self.flights.get(s) for s in range(step + 1, step + self.behind + 1))
-        return [flight for flight in later if flight is not None and not flight.lost]
+    def _after(self, step: int) -> list[PendingBatch]:
+        later = (self.pending_batches.get(s) for s in range(step + 1, step + self.behind + 1))
+        return [pending for pending in later if pending is not None and not pending.lost]
 
     # ------------------------------------------------------------ beginning
 
-    def _begin_missing(self, step: int, clock: Clock) -> None:
+    def _begin_missing(self, step: int, clock: StepTimer) -> None:
         """Start missing batches with the newest weights: at the start, or after a smaller
         checkpoint."""
         due = range(step, min(step + max(1, self.behind), self.last + 1))
-        missing = [s for s in due if s not in self.flights]
+        missing = [s for s in due if s not in self.pending_batches]
         if missing:
             self._sync(step - 1, clock)
         for later in missing:
             if self.grpo.active_sampling:  # its first prompt depends on the batches before
-                for s in sorted(self.flights):
-                    self._finish(self.flights[s], clock)
+                for s in sorted(self.pending_batches):
+                    self._finish(self.pending_batches[s], clock)
             self._start(later, clock)
 
-    def _sync(self, version: int, clock: Clock) -> None:
+    def _sync(self, version: int, clock: StepTimer) -> None:
         with clock.time("wait"):
-            for s in sorted(self.flights):
-                for part in self.flights[s].rounds:
+            for s in sorted(self.pending_batches):
+                for part in self.pending_batches[s].rounds:
                     self._wait(part)
         if self._sent and self.policy.version == version:  # it already has these weights
             return
@@ -359,27 +361,27 @@ class Pipeline:
             self.policy.sync(self.engine, version)
         self._sent = True
 
-    def _start(self, step: int, clock: Clock) -> None:
-        flight = Flight(step, self.policy.version, *self._position)
+    def _start(self, step: int, clock: StepTimer) -> None:
+        pending = PendingBatch(step, self.policy.version, *self._position)
         if self.grpo.active_sampling:
-            indices = self._draw(self.grpo.num_unique_prompts_rollout, flight)
+            indices = self._draw(self.grpo.num_unique_prompts_rollout, pending)
         else:
             per_step = self.grpo.num_unique_prompts_rollout
             epoch, cursor, indices = prompt_batch(
                 self.config.seed, len(self.prompts), per_step, step - 1
             )
             self._position = (epoch, cursor + len(indices))
-        self._sample(flight, indices, clock, beside=self.behind > 0)
-        self.flights[step] = flight
+        self._sample(pending, indices, clock, beside=self.behind > 0)
+        self.pending_batches[step] = pending
 
-    def _draw(self, count: int, flight: Flight) -> tuple[int, ...]:
+    def _draw(self, count: int, pending: PendingBatch) -> tuple[int, ...]:
         """The next ``count`` prompts that the batch does not have; fewer at the end of the data.
 
         A batch's first prompts come from one epoch, as without active sampling: a tail of an epoch
         that is too short for them is skipped.
         """
         total, (epoch, cursor) = len(self.prompts), self._position
-        taken = {index for part in flight.rounds for index in part.indices}
+        taken = {index for part in pending.rounds for index in part.indices}
         drawn: list[int] = []
         if not taken and cursor + count > total:
             epoch, cursor = epoch + 1, 0
@@ -394,15 +396,15 @@ class Pipeline:
         return tuple(drawn)
 
     def _sample(
-        self, flight: Flight, indices: tuple[int, ...], clock: Clock, *, beside: bool
+        self, pending: PendingBatch, indices: tuple[int, ...], clock: StepTimer, *, beside: bool
     ) -> None:
         """Sample a further round of a batch, in the thread or synchronously."""
-        flight.epoch, flight.cursor = self._position
-        part = _Round(indices, self.lane.wanted(self.prompts, flight.step, indices))
+        pending.epoch, pending.cursor = self._position
+        part = _SamplingRound(indices, self.lane.wanted(self.prompts, pending.step, indices))
         if self.ranks.rank == 0:
             part.rewards = self.lane.rewards(patient=self.behind > 0)
-        flight.rounds.append(part)
-        work = partial(self._work, flight, part, self._share(part))
+        pending.rounds.append(part)
+        work = partial(self._work, pending, part, self._share(part))
         if beside:
             part.future = self._worker().submit(work)
             return
@@ -415,10 +417,10 @@ class Pipeline:
         except Exception as error:
             part.future.set_exception(error)
 
-    def _read(self, wanted: Wanted, completion: Completion) -> Sampled:
+    def _read(self, wanted: PlannedSample, completion: Completion) -> RolloutSample:
         return self.lane.read(self.engine.tokenizer, wanted, completion)
 
-    def _share(self, part: _Round) -> list[int]:
+    def _share(self, part: _SamplingRound) -> list[int]:
         """Places that this rank samples: whole groups, so that each prompt is encoded once."""
         rank, world = self.ranks.rank, self.ranks.world
         if not self.policy.every_rank:
@@ -427,7 +429,12 @@ class Pipeline:
         return [place for place in range(len(part.wanted)) if place // size % world == rank]
 
     def _work(
-        self, flight: Flight, part: _Round, places: Sequence[int], *, tell: bool = False
+        self,
+        pending: PendingBatch,
+        part: _SamplingRound,
+        places: Sequence[int],
+        *,
+        tell: bool = False,
     ) -> None:
         started = time.perf_counter()
 
@@ -443,7 +450,7 @@ class Pipeline:
         if places:
             wanted = [part.wanted[place] for place in places]
             self.lane.sample(self.policy, self.engine.tokenizer, wanted, finished)
-        flight.seconds += time.perf_counter() - started
+        pending.seconds += time.perf_counter() - started
 
     def _worker(self) -> ThreadPoolExecutor:
         if self._thread is None:
@@ -454,18 +461,18 @@ class Pipeline:
 
     # ------------------------------------------------------------ finishing
 
-    def _finish(self, flight: Flight, clock: Clock) -> None:
+    def _finish(self, pending: PendingBatch, clock: StepTimer) -> None:
         """Collect a batch; with active sampling also settle it."""
-        for part in flight.rounds:
+        for part in pending.rounds:
             self._collect(part, clock)
-        if self.grpo.active_sampling and not flight.settled:
+        if self.grpo.active_sampling and not pending.settled:
             try:
-                self._settle(flight, clock)
+                self._settle(pending, clock)
             except BaseException:
-                flight.cut_short = True
+                pending.cut_short = True
                 raise
 
-    def _wait(self, part: _Round) -> BaseException | None:
+    def _wait(self, part: _SamplingRound) -> BaseException | None:
         """Wait for this rank's share; returns its error."""
         while part.future is not None:
             try:
@@ -474,7 +481,7 @@ class Pipeline:
                 self._tell("generate", len(part.made), len(part.wanted))
         return None
 
-    def _collect(self, part: _Round, clock: Clock) -> None:
+    def _collect(self, part: _SamplingRound, clock: StepTimer) -> None:
         """Gather all ranks' samples on rank 0, once they are finished."""
         if part.collected:
             return
@@ -485,7 +492,9 @@ class Pipeline:
         on_first(self.ranks, lambda: self._put_together(part, shares or []))
         part.future, part.made, part.read, part.collected = None, {}, {}, True
 
-    def _put_together(self, part: _Round, shares: Sequence[Mapping[int, Completion]]) -> None:
+    def _put_together(
+        self, part: _SamplingRound, shares: Sequence[Mapping[int, Completion]]
+    ) -> None:
         made = {place: completion for share in shares for place, completion in share.items()}
         part.samples = [
             part.read.get(place) or self._read(wanted, made[place])
@@ -494,7 +503,7 @@ class Pipeline:
         if part.rewards is not None:
             self.lane.ask(part.rewards, dict(enumerate(part.samples)))
 
-    def _judge_round(self, flight: Flight, part: _Round) -> None:
+    def _judge_round(self, pending: PendingBatch, part: _SamplingRound) -> None:
         def ask() -> None:
             if part.results is not None:
                 return
@@ -505,25 +514,25 @@ class Pipeline:
         try:
             on_first(self.ranks, ask)
         except EnvironmentOutage:
-            flight.lost = True
+            pending.lost = True
             raise
 
-    def _settle(self, flight: Flight, clock: Clock) -> None:
+    def _settle(self, pending: PendingBatch, clock: StepTimer) -> None:
         """Sample further prompts until enough groups have a spread of rewards."""
         grpo = self.grpo
         while True:
             with clock.time("judge"):
-                self._judge_round(flight, flight.rounds[-1])
-            kept = on_first(self.ranks, lambda: self._kept(flight))
+                self._judge_round(pending, pending.rounds[-1])
+            kept = on_first(self.ranks, lambda: self._kept(pending))
             missing = grpo.num_unique_prompts_rollout - kept
-            if missing <= 0 or len(flight.rounds) >= grpo.active_sampling_max_rounds:
+            if missing <= 0 or len(pending.rounds) >= grpo.active_sampling_max_rounds:
                 break
-            if not (indices := self._draw(missing, flight)):
+            if not (indices := self._draw(missing, pending)):
                 break
-            self._sample(flight, indices, clock, beside=False)
-            self._collect(flight.rounds[-1], clock)
-        flight.settled = True
+            self._sample(pending, indices, clock, beside=False)
+            self._collect(pending.rounds[-1], clock)
+        pending.settled = True
 
-    def _kept(self, flight: Flight) -> int:
-        batch = self.lane.groups(flight.samples, flight.results)
+    def _kept(self, pending: PendingBatch) -> int:
+        batch = self.lane.groups(pending.samples, pending.results)
         return sum(group.dropped is None for group in batch.groups)

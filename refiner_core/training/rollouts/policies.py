@@ -25,7 +25,7 @@ from refiner_core.contract.types import (
     Generator,
     OnCompletion,
     SamplingParams,
-    TurnDesk,
+    TurnScheduler,
 )
 from refiner_core.generation.completions import turn_generator
 from refiner_core.training.engines.protocol import Engine
@@ -72,14 +72,14 @@ class Policy:
         """See :meth:`refiner_core.contract.types.Generator.generate`."""
         return self._sampling().generate(requests, params, on_completion)
 
-    def turns(self, desk: TurnDesk) -> None:
+    def turns(self, desk: TurnScheduler) -> None:
         """See :meth:`refiner_core.contract.types.TurnGenerator.turns`; call it within
         :meth:`ready`. Works round by round if the generator has no turns of its own."""
         turn_generator(self._sampling()).turns(desk)
 
     def cancel(self) -> None:
         """Stop a :meth:`generate` or :meth:`turns` running in another thread, at its next sign of
-        life; it raises :class:`Cancelled`, or the desk's own exception for a stop."""
+        life; it raises :class:`SamplingCancelled`, or the desk's own exception for a stop."""
         self._stop.set()
 
     def cancelled(self) -> bool:
@@ -87,9 +87,9 @@ class Policy:
         return self._stop.is_set()
 
     def stop_if_cancelled(self) -> None:
-        """Raise :class:`Cancelled` after :meth:`cancel`."""
+        """Raise :class:`SamplingCancelled` after :meth:`cancel`."""
         if self._stop.is_set():
-            raise Cancelled
+            raise SamplingCancelled
 
     def _sampling(self) -> Generator:
         self.stop_if_cancelled()
@@ -103,7 +103,7 @@ class Policy:
 OpenServers = Callable[[Engine], "AbstractContextManager[VllmGenerator]"]
 
 
-class Cancelled(Exception):
+class SamplingCancelled(Exception):
     """Sampling was stopped because the stage ends."""
 
 

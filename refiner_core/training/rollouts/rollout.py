@@ -71,7 +71,7 @@ COUNT_COMPONENTS = ("claims", "uncited")
 
 
 @dataclass(frozen=True)
-class Sampled:
+class RolloutSample:
     """One completion: its prompt, its number among the samples, and its text.
 
     ``closing_ids`` is the end-of-text token if the sampler stopped at a stop string, without it.
@@ -116,7 +116,7 @@ class TrainSample:
 class RolloutBatch:
     """A step's rollouts in order of (prompt, sample); ``groups`` has one entry per prompt."""
 
-    samples: tuple[Sampled, ...]
+    samples: tuple[RolloutSample, ...]
     results: tuple[RewardResult, ...]
     groups: tuple[GroupAdvantages, ...]
 
@@ -145,7 +145,7 @@ class RolloutBatch:
                 )
         return kept
 
-    def trained(self, *, mask_truncated: bool) -> Iterator[tuple[int, Sampled, float]]:
+    def trained(self, *, mask_truncated: bool) -> Iterator[tuple[int, RolloutSample, float]]:
         """Place, sample and advantage of each training sample."""
         size = len(self.samples) // len(self.groups)
         for i, (sample, advantage) in enumerate(zip(self.samples, self.advantages, strict=True)):
@@ -156,7 +156,7 @@ class RolloutBatch:
 
 
 def form_groups(
-    samples: Sequence[Sampled],
+    samples: Sequence[RolloutSample],
     results: Sequence[RewardResult],
     *,
     size: int,
