@@ -31,7 +31,7 @@ IDENTITY = [p for p, info in FIELDS.items() if info.mark == "identity"]
 EXECUTION = [p for p, info in FIELDS.items() if info.mark == "execution"]
 #: Identity fields that decide *which* stages there are, not what one of them is.
 GRAPH_FIELDS = {
-    *("evaluate.recipes", "evaluate.protocols", "stages", "only"),
+    *("evaluate.models", "evaluate.protocols", "stages", "only"),
     *("publish.which", "publish.steps", "publish.evaluate"),
 }
 
@@ -117,7 +117,7 @@ def test_identity_fields_change_a_fingerprint(path: str) -> None:
 
 
 AGENT = {"environment.name": "desk"}
-JUDGED = {"judge.kind": "openai", "judge.recipe": "m", "reward.paper_citation_weight": 0.7}
+JUDGED = {"judge.kind": "openai", "judge.model": "m", "reward.paper_citation_weight": 0.7}
 EASED = {
     **{"grpo.health.kl_blow_up": "stop", "sft.health.loss_spike": "stop"},
     **{"grpo.health.max_kl": 50.0, "grpo.health.patience": 9, "sft.health.spike_factor": 2.0},
@@ -147,9 +147,9 @@ EVALUATIONS = "evaluate-base evaluate-sft evaluate-grpo"
             {"environment.max_argument_bytes": 999},
             f"data sft grpo {EVALUATIONS} publish card",
         ),
-        (AGENT, {"evaluate.user.recipe": "m"}, f"{EVALUATIONS} card"),
+        (AGENT, {"evaluate.user.model": "m"}, f"{EVALUATIONS} card"),
         (
-            {**AGENT, "evaluate.user.recipe": "m"},
+            {**AGENT, "evaluate.user.model": "m"},
             {"environment.user.temperature": 0.1},
             "grpo evaluate-grpo publish card",
         ),
@@ -179,10 +179,10 @@ def test_dropping_a_stage_changes_only_what_follows_from_it() -> None:
 
 def test_contents_are_part_of_a_fingerprint_and_places_are_not() -> None:
     def planned(config: RecipeConfig, rows: str) -> dict[str, str]:
-        sources = {"data.sft": "a", "data.rl": rows, "recipe": "c"}
+        sources = {"data.sft": "a", "data.rl": rows, "model": "c"}
         return {s.name: s.fingerprint for s in make_plan(config, sources).stages}
 
-    places = {"data.sft_path": "/a.jsonl", "data.rl_path": "/b.jsonl", "recipe.name_or_path": "m"}
+    places = {"data.sft_path": "/a.jsonl", "data.rl_path": "/b.jsonl", "model.name_or_path": "m"}
     before = planned(RecipeConfig(), "b")
     assert planned(replace_fields(RecipeConfig(), places), "b") == before
     other = planned(RecipeConfig(), "other")
@@ -234,7 +234,7 @@ def command_config(*stages: str, **command: Any) -> RecipeConfig:
     return dataclasses.replace(config, command=dataclasses.replace(config.command, **command))
 
 
-def test_a_command_makes_a_recipe_that_is_published_and_evaluated() -> None:
+def test_a_command_makes_a_model_that_is_published_and_evaluated() -> None:
     config = command_config("data", "command", "publish", "evaluate", run="train {output}")
     stages = make_plan(config, {}).by_name
     assert stages["command"].inputs == {}
@@ -248,10 +248,10 @@ def test_a_command_makes_a_recipe_that_is_published_and_evaluated() -> None:
 def test_a_command_reads_what_its_texts_name() -> None:
     alone = make_plan(command_config("command", run="train {output} ${HOME} {{data}}"), {})
     assert [s.name for s in alone.stages] == ["command"]
-    last = command_config("data", "sft", "command", run="train {data} {recipe} {output}")
+    last = command_config("data", "sft", "command", run="train {data} {model} {output}")
     assert make_plan(last, {}).by_name["command"].inputs == {"data": "data", "policy": "sft"}
     one, two = (
-        make_plan(command_config("command", run="train {recipe}"), {"recipe": m}).by_name["command"]
+        make_plan(command_config("command", run="train {model}"), {"model": m}).by_name["command"]
         for m in ("weights-1", "weights-2")
     )
     assert one.fingerprint != two.fingerprint
@@ -280,15 +280,15 @@ def test_a_command_that_cannot_work_is_refused_by_its_field(
 
 
 def test_hub_sources_are_fetched_first_and_change_no_fingerprint() -> None:
-    sources = {"recipe": "hub:a/b@main", "data.sft": "x", "data.rl": "hub:c/d@1/train"}
+    sources = {"model": "hub:a/b@main", "data.sft": "x", "data.rl": "hub:c/d@1/train"}
     plan = make_plan(RecipeConfig(), sources)
     fetch, *others = plan.stages
     assert (fetch.name, fetch.needs_network, fetch.inputs) == ("fetch", True, {})
-    assert fetch.sources == {"data.rl": "hub:c/d@1/train", "recipe": "hub:a/b@main"}
+    assert fetch.sources == {"data.rl": "hub:c/d@1/train", "model": "hub:a/b@main"}
     waiting = {s.name for s in others if s.after == ("fetch",)}
     assert waiting == {"data", "sft", "grpo", "evaluate-base", "evaluate-sft", "evaluate-grpo"}
     assert not any(s.needs_network for s in others)
-    local = make_plan(RecipeConfig(), {"recipe": "x", "data.sft": "x", "data.rl": "x"})
+    local = make_plan(RecipeConfig(), {"model": "x", "data.sft": "x", "data.rl": "x"})
     assert "fetch" not in local.by_name
     assert all("fetch" not in s.inputs for s in others)
 

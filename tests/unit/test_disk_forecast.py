@@ -220,7 +220,7 @@ def test_disk_shows_pins_and_reclaims(workspace: Workspace) -> None:
     where = f"workspace={workspace.root}"
     shown = run(disk_command, where).output
     assert "checkpoints  4.0 MiB" in shown
-    assert "A reclaim would free 2.0 MiB (1 things)" in shown
+    assert "A reclaim would free 2.0 MiB (1 items)" in shown
     value = json.loads(run(disk_command, where, "--json").stdout)
     assert value["reclaimable"][0]["kind"] == "older"
     assert {u["kind"] for u in value["use"]} >= {"checkpoints", "records"}

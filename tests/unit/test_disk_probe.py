@@ -113,7 +113,7 @@ def test_sizes_with_units(text: str, size: int) -> None:
 
 
 def test_an_unknown_size_or_probe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not at a size"):
+    with pytest.raises(ValueError, match="not a size"):
         parse_size("lots")
     with pytest.raises(ConfigurationError, match=r"disk\.probe"):
         Prober(tmp_path, DiskConfig(probe="magic"))

@@ -250,7 +250,7 @@ def test_the_baseline_is_the_first_arm_or_the_one_that_is_named(baseline: Any, n
         ({"exclude": [{"arm": "x"}]}, r"`exclude`.*names `arm`, which it does not vary"),
         ({"exclude": [{"grpo.beta": 0}, {"grpo.beta": 1}]}, r"leaves none of its 2 arms"),
         ({"zip": {WEIGHTS: [0, 0.1]}, "baseline": {"grpo.beta": 0}}, r"which 2 arms are"),
-        ({"arms": {"A": [], "a": ["sft.weight_decay=1"]}}, r"would be called alike"),
+        ({"arms": {"A": [], "a": ["sft.weight_decay=1"]}}, r"would have the same name"),
     ],
 )
 def test_levels_and_arms_that_are_not_there_are_refused(keys: dict[str, Any], said: str) -> None:
