@@ -285,7 +285,7 @@ def test_many_calls_need_a_confirmation(
     root, server = judged
     monkeypatch.setattr("flows.cli.judge.ASK_ABOVE", 10)
     words = ("--judge", "model=plain,revision=other")
-    with pytest.raises(ConfigurationError, match=r"takes \d+ new calls.*--yes"):
+    with pytest.raises(ConfigurationError, match=r"takes \d+ new judge calls.*--yes"):
         calls_of(server, lambda: found(root, *words))
     _, calls = calls_of(server, lambda: found(root, *words, "--yes"))
     assert calls > 10
@@ -326,7 +326,7 @@ def test_stored_judgements_need_no_server(tmp_path: Path) -> None:
     again = found(root, *other, *gone)
     assert [b["calls"] for b in again["judging"]] == [0, 0], "all of it is in the store"
     assert again["comparisons"] == asked["comparisons"]
-    with pytest.raises(ConfigurationError, match="No server of the judge third runs"):
+    with pytest.raises(ConfigurationError, match="No server of the judge third is running"):
         rescore(root, "--judge", "model=third", *gone)
 
 

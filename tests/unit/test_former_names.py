@@ -35,11 +35,11 @@ def test_a_command_that_lists(former: str, capsys: pytest.CaptureFixture[str]) -
     assert (shown.out, f"`refiner list {kind}` now" in shown.err) == (now, True)
 
 
-def test_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", "citation-weight-tiny", "--dry-run", "--json", "--rescore"]) == 0
+def test_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["disk", f"workspace={tmp_path}", "--caches", "--json"]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)
-    assert "--rescore does nothing any more" in shown.err
+    assert "--caches does nothing any more" in shown.err
 
 
 def test_fields_of_recipes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
