@@ -48,11 +48,11 @@ class Pauses:
             del self._seen[cause], self._began[cause]
             self._told.discard(cause)
         stages: dict[str, list[str]] = {}
-        for stage, job_status in sights.items():
-            if job_status.cause:
-                stages.setdefault(job_status.cause, []).append(stage)
-                self._began.setdefault(job_status.cause, now)
-                self._seen[job_status.cause] = now
+        for stage, liveness in sights.items():
+            if liveness.cause:
+                stages.setdefault(liveness.cause, []).append(stage)
+                self._began.setdefault(liveness.cause, now)
+                self._seen[liveness.cause] = now
         new_events = [
             (cause, some, sights[some[-1]].reason)
             for cause, some in stages.items()

@@ -251,24 +251,24 @@ def _interrupt(
     phase that ends unseen is replaced by the next possible moment."""
     waiting, made, after = list(one.points), list[Interruption](), 0
     while waiting and not over.wait(_LOOK_S) and not paths.result.exists():
-        point, job_status = waiting[0], _look(paths, one.kind)
-        if job_status is None or job_status.attempt <= after or job_status.step < point.step:
+        point, liveness = waiting[0], _look(paths, one.kind)
+        if liveness is None or liveness.attempt <= after or liveness.step < point.step:
             continue
-        if job_status.step == point.step and job_status.phase != point.phase:
+        if liveness.step == point.step and liveness.phase != point.phase:
             continue
         time.sleep(point.delay_s)
-        after = job_status.attempt  # also if it had just ended
-        if not job_status.worker.alive:
+        after = liveness.attempt  # also if it had just ended
+        if not liveness.worker.alive:
             continue
         if point.how == "stop":
-            job_status.worker.terminate()
+            liveness.worker.terminate()
         else:
-            job_status.worker.kill_group()
-            if not job_status.worker.wait_ended(30.0):
+            liveness.worker.kill_group()
+            if not liveness.worker.wait_ended(30.0):
                 continue
-        last = _look(paths, one.kind) or job_status  # its last report
-        if last.attempt == job_status.attempt and not paths.result.exists():
-            made.append(Interruption(last.step, last.phase, point.how, job_status.attempt))
+        last = _look(paths, one.kind) or liveness  # its last report
+        if last.attempt == liveness.attempt and not paths.result.exists():
+            made.append(Interruption(last.step, last.phase, point.how, liveness.attempt))
             hit(made[-1])
             del waiting[0]
     return made

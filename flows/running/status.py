@@ -489,12 +489,12 @@ class RunWatcher:
             if outcome.failure == "cancelled":
                 state = "cancelled"
             return state, first_line(outcome.message)
-        if seen.running and seen.job_status != "unknown" and last.has_room is False:
-            return "paused", NO_ROOM if seen.job_status == "live" else _ENDED_FULL
-        if seen.job_status in ("dead", "hung"):
-            return {"dead": "killed", "hung": "hung"}[seen.job_status], seen.note
+        if seen.running and seen.liveness != "unknown" and last.has_room is False:
+            return "paused", NO_ROOM if seen.liveness == "live" else _ENDED_FULL
+        if seen.liveness in ("dead", "hung"):
+            return {"dead": "killed", "hung": "hung"}[seen.liveness], seen.note
         unknown = self._observer.sights.get(AttemptRef(stage_id, seen.number))
-        if unknown is not None and unknown.job_status == "unknown" and last.started_at is None:
+        if unknown is not None and unknown.liveness == "unknown" and last.started_at is None:
             return "queued", self._router.late and "the scheduler did not answer in time"
         if seen.running:
             return "running", "" if seen.note.startswith("RUNNING") else seen.note

@@ -99,16 +99,16 @@ class LocalDispatcher:
                 del self._children[ref]
         return {a.ref: self._query(a, sights[a.ref]) for a in attempts}
 
-    def _query(self, attempt: OpenAttempt, job_status: Sight) -> JobStatus:
+    def _query(self, attempt: OpenAttempt, liveness: Sight) -> JobStatus:
         here = ProcessId.parse(attempt.attempt.owner).here
-        if job_status != "dead":
-            return JobStatus(job_status, local=here)
+        if liveness != "dead":
+            return JobStatus(liveness, local=here)
         code = max(0, self._codes.get(attempt.ref, 0))  # below 0: by a signal
         # What the worker printed last; earlier versions started it through submitit.
         paths = self.workspace.layout.attempt(*attempt.ref)
         printed = tail_of([paths.printed]) or tail_of(sorted(paths.submitit.glob("*_log.err")))
         return JobStatus(
-            job_status, local=here, end=classify_silent_end(attempt.begun, printed, code)
+            liveness, local=here, end=classify_silent_end(attempt.begun, printed, code)
         )
 
     def stop(self, attempt: OpenAttempt) -> bool:

@@ -75,7 +75,7 @@ class JobStatus:
 
     Attributes
     ----------
-    job_status
+    liveness
         Never ``hung``: only heartbeats show that.
     running
         Its processes run, so that it owes a heartbeat (not while queued or suspended).
@@ -96,7 +96,7 @@ class JobStatus:
         overrule that.
     """
 
-    job_status: Sight
+    liveness: Sight
     running: bool = True
     local: bool = False
     state: str = ""

@@ -92,10 +92,10 @@ class Executor:
 
     def keep_ends(self, sights: Mapping[AttemptRef, JobStatus]) -> None:
         """Record the scheduler's facts about ended jobs, which it forgets later."""
-        for ref, job_status in sights.items():
-            if job_status.job_status == "dead" and job_status.facts:
+        for ref, liveness in sights.items():
+            if liveness.liveness == "dead" and liveness.facts:
                 try:
-                    self.workspace.note_scheduler(*ref, job_status.facts)
+                    self.workspace.note_scheduler(*ref, liveness.facts)
                 except OSError as error:  # tried again in each round until its outcome is written
                     text = "the scheduler's facts about %s cannot be recorded: %s"
                     self._complaints.print_line(ref, text, ref, error)
@@ -307,20 +307,20 @@ class Executor:
             return
         stages = {i: s for m in due for i, s in m.stages.items()}
         for stage_id, stage in stages.items():
-            job_status, attempt = seen.get(stage_id), open_attempts.get(stage_id)
+            liveness, attempt = seen.get(stage_id), open_attempts.get(stage_id)
             stop_request = cancelled.get(stage_id) or self.stop_request
-            if stop_request is None or job_status is None or attempt is None:
+            if stop_request is None or liveness is None or attempt is None:
                 continue
             with errors.at(stage_id):
-                if stage_id in self._spared and job_status.job_status == "live":
+                if stage_id in self._spared and liveness.liveness == "live":
                     self.left_alone[stage_id] = f"run {self._spared[stage_id]}"
                     continue
                 if is_service(stage_id):
                     ending = [s for i, s in stages.items() if self.stop_request or i in cancelled]
                     if not self._may_end(stage, ending, seen):
                         continue
-                if job_status.job_status in ("live", "hung"):
-                    self.stop(stage, attempt, job_status, stop_request)
+                if liveness.liveness in ("live", "hung"):
+                    self.stop(stage, attempt, liveness, stop_request)
 
     def _may_end(
         self,
@@ -331,7 +331,7 @@ class Executor:
         """Tell whether a server is no longer needed: neither by the jobs that are ended here, which
         may still wait for answers while they save, nor by any other."""
         asking = (s.id for s in ending if service.id in s.after)
-        if any(i in seen and seen[i].job_status != "dead" for i in asking):
+        if any(i in seen and seen[i].liveness != "dead" for i in asking):
             return False
         ours = {m.run.run for m in self.members}.union(*(m.ids for m in self.members))
         if other := held_by_others(self.workspace, service.id, ours):
@@ -436,7 +436,7 @@ def end_jobs(
 
     def end(attempt: OpenAttempt, seen: AttemptStatus) -> None:
         ref = attempt.ref
-        if seen.job_status == "dead":
+        if seen.liveness == "dead":
             close(attempt, reason)
         elif ref not in asked_at:
             try:

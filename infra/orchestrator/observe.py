@@ -97,7 +97,7 @@ class Observer:
                 continue
             with errors.at(stage_id):
                 look = self._see(attempt, self.sights[attempt.ref])
-                if look.job_status != "live":
+                if look.liveness != "live":
                     records[stage_id] = self._read(stage_id) or records[stage_id]
                 record = records[stage_id]
                 if record.state == "claimed" and record.attempts[-1].number == attempt.ref.number:
@@ -149,32 +149,32 @@ class Observer:
         note = f"{job.state} ({job.reason})" if both else job.state or job.reason
         if started is not None and not attempt.begun:
             return AttemptStatus(number, "dead", job.local, job.end, note)
-        job_status = self._status_of(attempt, job)
+        liveness = self._status_of(attempt, job)
         end = job.end
-        if job_status == "dead" and end is None and self._is_mine(attempt) and started is None:
+        if liveness == "dead" and end is None and self._is_mine(attempt) and started is None:
             end = outcome_of("system_outage", "claimed, but its job could not be submitted")
-        if job_status == "dead" and end is None:
+        if liveness == "dead" and end is None:
             end = classify_silent_end(started is not None, "")
-        return AttemptStatus(number, job_status, job.local, end, note, job.held, job.running)
+        return AttemptStatus(number, liveness, job.local, end, note, job.held, job.running)
 
     def _status_of(self, attempt: OpenAttempt, job: JobStatus) -> Sight:
         owner = ProcessId.parse(attempt.attempt.owner)
         submitted = attempt.attempt.job_id is not None or attempt.started is not None
         if not submitted and owner.here:
             mine = self._is_mine(attempt)  # and this process does not submit while it observes
-            if owner.alive and not mine and job.job_status in ("unknown", "dead"):
+            if owner.alive and not mine and job.liveness in ("unknown", "dead"):
                 return "live"  # it is being submitted
-            if job.job_status == "unknown" and attempt.attempt.executor == "local":
+            if job.liveness == "unknown" and attempt.attempt.executor == "local":
                 return "dead"  # claimed; its claimer died or failed before submitting it
-        if job.job_status == "dead":
+        if job.liveness == "dead":
             # A worker that has started may be alive, whatever the scheduler reports of its job.
             silent = (
                 self._silent_s(attempt) if job.lost and attempt.started is not None else (inf, inf)
             )
             return "unknown" if silent is None or silent[0] < LOST_AFTER_S else "dead"
-        if job.job_status == "unknown" and attempt.attempt.executor != "local":
+        if job.liveness == "unknown" and attempt.attempt.executor != "local":
             return "unknown"  # it may queue; a scheduler that does not answer cannot end it either
-        if job.job_status == "live" and not job.running:
+        if job.liveness == "live" and not job.running:
             self._forget(attempt.ref)  # queued or suspended: it owes no sign of life
             return "live"
         heart, progress = self._silent_s(attempt) or (0.0, 0.0)
@@ -270,7 +270,7 @@ def observe_stages(plans: Sequence[Plan], workspace: Workspace) -> dict[str, Act
             but = f", but {damage}: delete {workspace.layout.stage(stage.id).control} to redo it"
             reason = f"done on {made} UTC{but if damage else ''}"
             found[stage.id] = ActionForecast(stage, "skip", reason)
-        elif record is not None and seen is not None and seen.job_status in ("live", "hung"):
+        elif record is not None and seen is not None and seen.liveness in ("live", "hung"):
             job = record.attempts[-1].job_id or "not submitted yet"
             how = "runs" if seen.running else "queues"
             reason = f"attempt {seen.number} {how} (job {job})"

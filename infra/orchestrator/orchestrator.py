@@ -394,7 +394,7 @@ class Orchestrator:
                 self._ended_before.setdefault(stage_id, 0)
                 continue
             last, seen = record.attempts[-1], self._seen.get(stage_id)
-            lives = last.outcome is None and seen is not None and seen.job_status != "dead"
+            lives = last.outcome is None and seen is not None and seen.liveness != "dead"
             self._ended_before.setdefault(stage_id, last.number - 1 if lives else last.number)
             if last.outcome is not None and last.outcome.failure == "cancelled":
                 # Another call's work, cancelled by a user; not this call's.

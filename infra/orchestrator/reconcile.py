@@ -161,7 +161,7 @@ class AttemptStatus:
     """
 
     number: int
-    job_status: Sight
+    liveness: Sight
     local: bool = True
     silent_end: AttemptOutcome | None = None
     note: str = ""
@@ -276,7 +276,7 @@ class _Step:
         busy = [
             is_light(stage_id)
             for stage_id, seen in observed.attempts.items()
-            if seen.local and seen.job_status in ("live", "hung") and not is_service(stage_id)
+            if seen.local and seen.liveness in ("live", "hung") and not is_service(stage_id)
             if (record := records.get(stage_id)) is not None and record.state == "claimed"
         ]
         #: Free local slots: for stages that compute, and for those that only move bytes.
@@ -327,7 +327,7 @@ class _Step:
             action = self._action(stage)
             if isinstance(action, Wait) and action.attempt > 0:
                 seen = self.observed.attempts.get(stage.id)
-                ready = seen is not None and seen.job_status == "live" and seen.running
+                ready = seen is not None and seen.liveness == "live" and seen.running
                 ready = ready and (stage.id, action.attempt) in self.observed.ready
                 action = Serve(**vars(action), ready=ready)
             self.services[stage.id] = action
@@ -367,17 +367,17 @@ class _Step:
         seen = self.observed.attempts.get(stage.id)
         if seen is None or seen.number != last.number:
             return Wait(stage, "not observed yet", last.number)
-        if seen.job_status == "unknown":
+        if seen.liveness == "unknown":
             return Wait(stage, seen.note or "its state is not known", last.number, unseen=True)
-        if seen.job_status == "live" and seen.held:
+        if seen.liveness == "live" and seen.held:
             return Release(stage, last.number, seen.note)
-        if seen.job_status == "live" and seen.running and last.has_room is False:
+        if seen.liveness == "live" and seen.running and last.has_room is False:
             return Wait(stage, NO_ROOM, last.number, short=True)
-        if seen.job_status == "live":
+        if seen.liveness == "live":
             return Wait(stage, seen.note or "runs", last.number, queued=not seen.running)
         if paused := self._pause(stage):
             return paused  # not even its outcome could be written
-        if seen.job_status == "hung":
+        if seen.liveness == "hung":
             outcome = outcome_of("hung", "it runs, but has made no progress for too long")
         else:
             outcome = seen.silent_end or classify_silent_end(last.started_at is not None, "")

@@ -411,9 +411,9 @@ def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
 def _state(seen: AttemptStatus | None, answers: bool, needed: bool) -> ServiceState:
     if seen is None:
         return "ended"
-    if seen.job_status in ("dead", "hung"):
+    if seen.liveness in ("dead", "hung"):
         return "killed"
-    if seen.job_status == "unknown":
+    if seen.liveness == "unknown":
         return "unknown"
     if not seen.running:
         return "queued"

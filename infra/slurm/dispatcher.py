@@ -216,13 +216,11 @@ class SlurmDispatcher:
     def _status_of(self, attempt: OpenAttempt, wanted: JobQuery, answer: Answer) -> JobStatus:
         started = attempt.begun
         if isinstance(answer, JobFacts):
-            job_status = status_of(
-                answer, started, lambda: self._printed(attempt.ref, answer.job_id)
-            )
-            if answer.job_id not in self._ended_by_us or job_status.end is None:
-                return job_status
+            liveness = status_of(answer, started, lambda: self._printed(attempt.ref, answer.job_id))
+            if answer.job_id not in self._ended_by_us or liveness.end is None:
+                return liveness
             # Ended by this process, not cancelled by a person.
-            return replace(job_status, end=outcome_of("killed", "refiner has ended the job"))
+            return replace(liveness, end=outcome_of("killed", "refiner has ended the job"))
         if answer is not None:
             printed = self._printed(attempt.ref, wanted.job_id) if wanted.job_id else ""
             end = lost_end(wanted.job_id, started, printed)

@@ -102,7 +102,7 @@ def live_jobs(cluster: Cluster) -> Iterator[dict[str, Any]]:
             looks += 1
             time.sleep(0.5)
         wall, spent = time.monotonic() - begun, _cpu_s() - used
-    assert {s.job_status for s in seen.values()} == {"live"}
+    assert {s.liveness for s in seen.values()} == {"live"}
     assert len(seen) == LIVE
     cluster.run("scancel", array)
     queries, share = asked.count / wall * 10, spent / wall
@@ -173,7 +173,7 @@ def _until_over(dispatcher: SlurmDispatcher, jobs: Sequence[OpenAttempt]) -> Non
     while jobs:
         seen = dispatcher.look(jobs)
         assert not any(s.facts and s.facts["state"] != "COMPLETED" for s in seen.values())
-        jobs = [j for j in jobs if seen[j.ref].job_status != "dead"]
+        jobs = [j for j in jobs if seen[j.ref].liveness != "dead"]
         time.sleep(0.5)
 
 

@@ -52,7 +52,7 @@ def test_a_job_runs_and_its_end_is_classified(limited: object, campaign: Campaig
     good, bad = campaign.claim(1), campaign.claim(2)
     campaign.behave({bad.stage_id: {"exit_code": 2}})
     campaign.submit(good, bad)
-    assert campaign.look(good, bad)[good.ref].job_status == "live"
+    assert campaign.look(good, bad)[good.ref].liveness == "live"
     told = campaign.wait_dead(good)
     assert (told.state, told.node[0]) == ("COMPLETED", "n")
     assert told.facts["exit_code"] == "0:0"
@@ -67,16 +67,16 @@ def test_a_request_to_stop_lets_the_worker_save(campaign: Campaign) -> None:
     campaign.wait_begun(request)
     campaign.wait(request, lambda s: s.running)
     assert campaign.dispatcher.stop(campaign.open(request))
-    job_status = campaign.wait_dead(request)
+    liveness = campaign.wait_dead(request)
     assert campaign.said(request)[-2:] == ["asked", "saved"]
-    assert job_status.end.failure == "interrupted"
+    assert liveness.end.failure == "interrupted"
 
 
 def test_a_queued_job_is_withdrawn_by_a_kill(campaign: Campaign, slurm: Cluster) -> None:
     campaign.behave({"work_s": 60, "save_s": 0})
     (request,) = campaign.submit(campaign.claim(resources=replace(SMALL, nodes=3, cpus=8)))
     other = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--hold", "--wrap=true")
-    waiting = campaign.wait(request, lambda s: s.job_status == "live")
+    waiting = campaign.wait(request, lambda s: s.liveness == "live")
     if waiting.state == "PENDING":
         assert not waiting.running
     campaign.dispatcher.kill(campaign.open(request))
@@ -105,7 +105,7 @@ def test_a_job_preempted_without_grace_keeps_its_id(slurm: Cluster, tmp_path: Pa
     rough.behave({"work_s": 0})
     slurm.run("sbatch", *_ON_N1, "--partition=high", "--wrap=sleep 0.5")
     waiting = rough.wait(request, lambda s: s.state == "PENDING")
-    assert (waiting.job_status, waiting.running) == ("live", False)
+    assert (waiting.liveness, waiting.running) == ("live", False)
     assert rough.wait_dead(request, 40).state == "COMPLETED"
     restarts = [
         json.loads(line.partition(" ")[2])["SLURM_RESTART_COUNT"]
@@ -129,11 +129,11 @@ def test_a_lost_node_requeues_a_job_or_is_a_node_failure(slurm: Cluster, tmp_pat
     try:
         slurm.kill_node("n3")
         back = campaign.wait(request, lambda s: s.state == "PENDING")
-        assert (back.job_status, back.running) == ("live", False)
-        job_status = final.wait_dead(lost)
+        assert (back.liveness, back.running) == ("live", False)
+        liveness = final.wait_dead(lost)
     finally:
         slurm.start_node("n3")
-    assert (job_status.end.failure, job_status.node) == ("node_failure", "n3")
+    assert (liveness.end.failure, liveness.node) == ("node_failure", "n3")
     assert campaign.wait_dead(request, 40).state == "COMPLETED"
 
 
@@ -153,7 +153,7 @@ def test_a_failed_start_holds_the_job_until_its_release(slurm: Cluster, tmp_path
     blocked.write_text("in the way of the job's folder")
     (request,) = campaign.submit(campaign.claim())
     held = campaign.wait(request, lambda s: s.held)
-    assert (held.job_status, held.running) == ("live", False)
+    assert (held.liveness, held.running) == ("live", False)
     blocked.unlink()
     slurm.run("scontrol", "update", "nodename=n2", "state=resume", check=False)
     campaign.dispatcher.release(campaign.open(request))
@@ -174,7 +174,7 @@ def test_a_crash_after_sbatch_loses_and_doubles_nothing(
         pickle = campaign.workspace.root / batch["folder"] / f"{job_id}_submitted.pkl"
         pickle.rename(pickle.with_name(f"unplaced-{job_id}.pkl"))
     campaign.dispatcher = campaign.another_dispatcher()
-    assert {s.job_status for s in campaign.look(*requests).values()} == {"live"}
+    assert {s.liveness for s in campaign.look(*requests).values()} == {"live"}
     assert [campaign.job_id(r) for r in requests] == ids
     for request in requests:
         assert campaign.wait_dead(request, 40).state == "COMPLETED"
@@ -188,12 +188,12 @@ def test_an_absent_controller_kills_no_job(campaign: Campaign, slurm: Cluster) -
     campaign.wait(request, lambda s: s.running)
     slurm.stop_controller()
     try:
-        assert campaign.wait(request, lambda s: s.job_status == "unknown").end is None
+        assert campaign.wait(request, lambda s: s.liveness == "unknown").end is None
         errors = campaign.dispatcher.submit([campaign.claim(2)])
         assert [type(e) for e in errors.values()] == [SlurmUnavailable]
     finally:
         slurm.start_controller()
-    assert campaign.wait(request, lambda s: s.running).job_status == "live"
+    assert campaign.wait(request, lambda s: s.running).liveness == "live"
 
 
 def test_a_wrong_partition_is_a_configuration_error(slurm: Cluster, tmp_path: Path) -> None:
@@ -228,12 +228,12 @@ def test_gpus_are_requested_by_either_option(slurm: Cluster, tmp_path: Path, opt
 
 def test_a_job_saves_before_its_time_limit(limited: tuple[Campaign, object]) -> None:
     campaign, request = limited
-    job_status = campaign.wait_dead(request, 70)  # type: ignore[arg-type]
+    liveness = campaign.wait_dead(request, 70)  # type: ignore[arg-type]
     said = campaign.said(request)  # type: ignore[arg-type]
     assert said[-2:] == ["asked", "saved"]
     begun, saved = (campaign.when(request, w) for w in ("begin", "saved"))  # type: ignore[arg-type]
     assert saved - begun < 60
-    assert job_status.state == "FAILED"  # it ended by itself, ahead of Slurm
+    assert liveness.state == "FAILED"  # it ended by itself, ahead of Slurm
 
 
 _ON_N1 = ("--nodelist=n1", "--exclusive", "--output=/dev/null")
@@ -279,8 +279,8 @@ def test_a_forgotten_job_is_found_in_the_accounts(accounts: Cluster, tmp_path: P
     campaign.behave({bad.stage_id: {"exit_code": 5}})
     campaign.submit(good, bad)
     assert campaign.wait_dead(good).state == "COMPLETED"
-    job_status = campaign.wait_dead(bad)
-    assert (job_status.end.failure, job_status.facts["source"]) == ("disk_full", "sacct")
+    liveness = campaign.wait_dead(bad)
+    assert (liveness.end.failure, liveness.facts["source"]) == ("disk_full", "sacct")
     campaign.workspace.layout.attempt(*good.ref).job.unlink()
     # Accounting lags: some seconds pass before a job can be found there by name.
     patient = campaign.another_dispatcher(commands=Forgetful(), patience=(3, 15.0))

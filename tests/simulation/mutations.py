@@ -45,7 +45,7 @@ def _unknown_is_dead() -> Iterable[Patch]:
     def look(self: SimSlurm, attempts: Any) -> Any:
         seen = real(self, attempts)
         return {
-            r: replace(s, job_status="dead") if s.job_status == "unknown" else s
+            r: replace(s, liveness="dead") if s.liveness == "unknown" else s
             for r, s in seen.items()
         }
 
@@ -57,10 +57,10 @@ def _pending_is_hung() -> Iterable[Patch]:
     yield Observer, "_forget", lambda self, ref: None
     real = Observer._status_of
 
-    def job_status(self: Observer, attempt: Any, job: Any) -> Any:
-        return real(self, attempt, replace(job, running=True) if job.job_status == "live" else job)
+    def liveness(self: Observer, attempt: Any, job: Any) -> Any:
+        return real(self, attempt, replace(job, running=True) if job.liveness == "live" else job)
 
-    yield Observer, "_status_of", job_status
+    yield Observer, "_status_of", liveness
 
 
 def _retain_before_commit() -> Iterable[Patch]:

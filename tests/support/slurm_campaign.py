@@ -90,7 +90,7 @@ class Campaign:
         """One look."""
         return self.dispatcher.look([self.open(r) for r in requests])
 
-    def job_status(self, request: JobRequest) -> JobStatus:
+    def liveness(self, request: JobRequest) -> JobStatus:
         """One job now."""
         return self.look(request)[request.ref]
 
@@ -99,20 +99,20 @@ class Campaign:
     ) -> JobStatus:
         """Look until ``there`` says so."""
         deadline = time.monotonic() + timeout_s
-        while not there(job_status := self.job_status(request)):
-            assert time.monotonic() < deadline, f"still {job_status}; it said {self.said(request)}"
+        while not there(liveness := self.liveness(request)):
+            assert time.monotonic() < deadline, f"still {liveness}; it said {self.said(request)}"
             time.sleep(0.05)
-        return job_status
+        return liveness
 
     def wait_dead(self, request: JobRequest, timeout_s: float = 30) -> JobStatus:
         """Look until it is over."""
-        return self.wait(request, lambda s: s.job_status == "dead", timeout_s)
+        return self.wait(request, lambda s: s.liveness == "dead", timeout_s)
 
     def wait_begun(self, request: JobRequest, times: int = 1) -> None:
         """Wait until its process has begun (so often)."""
         deadline = time.monotonic() + 40
         while sum(line.startswith("begin") for line in self.said(request)) < times:
-            assert time.monotonic() < deadline, self.job_status(request)
+            assert time.monotonic() < deadline, self.liveness(request)
             time.sleep(0.05)
 
     def said(self, request: JobRequest) -> list[str]:

@@ -39,8 +39,8 @@ class Cluster:
 
     executor = "slurm"
 
-    def __init__(self, **job_status: Any) -> None:
-        self.job_status = JobStatus(**job_status)
+    def __init__(self, **liveness: Any) -> None:
+        self.liveness = JobStatus(**liveness)
         self.released: list[AttemptRef] = []
 
     def check(self, stage: PlannedStage) -> None:
@@ -50,7 +50,7 @@ class Cluster:
         return {}
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
-        return {a.ref: self.job_status for a in attempts}
+        return {a.ref: self.liveness for a in attempts}
 
     def stop(self, attempt: OpenAttempt) -> bool:
         return True
@@ -128,7 +128,7 @@ def test_an_end_on_a_full_disk_keeps_its_class(
     monkeypatch.setattr(
         disk_manager, "free_space", lambda *_: None if full else disk_manager.Nothing()
     )
-    cluster = Cluster(job_status="dead", running=False, facts={"state": "FAILED"})
+    cluster = Cluster(liveness="dead", running=False, facts={"state": "FAILED"})
     campaign = campaign_of(workspace, plan, cluster, disk_manager=disk_manager)
     campaign.begin()
     for _ in range(5):
@@ -145,7 +145,7 @@ def test_a_stage_says_why_its_job_cannot_be_seen(workspace: Workspace) -> None:
     """Its executor is not that of this call, or the scheduler does not answer."""
     plan = small_plan("data")
     claimed(workspace, plan)
-    silent = Cluster(job_status="unknown", reason="Slurm has not said yet")
+    silent = Cluster(liveness="unknown", reason="Slurm has not said yet")
     for dispatcher, said in (
         (LocalDispatcher(workspace), "dispatch.executor=slurm"),
         (silent, "Slurm has not said yet"),
@@ -159,7 +159,7 @@ def test_a_stage_says_why_its_job_cannot_be_seen(workspace: Workspace) -> None:
 
 
 def test_a_held_job_is_released_by_its_own_scheduler_alone(workspace: Workspace) -> None:
-    plan, cluster = small_plan("data"), Cluster(job_status="live", held=True)
+    plan, cluster = small_plan("data"), Cluster(liveness="live", held=True)
     stage = claimed(workspace, plan)
     record = workspace.read_record(stage.id)
     held = OpenAttempt(AttemptRef(stage.id, 1), record.attempts[-1])
@@ -176,7 +176,7 @@ def test_the_workers_own_outcome_counts_first(
     plan = small_plan("data")
     stage = claimed(workspace, plan)
     workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
-    campaign = campaign_of(workspace, plan, Cluster(job_status="dead", running=False))
+    campaign = campaign_of(workspace, plan, Cluster(liveness="dead", running=False))
     real = workspace.close_attempt
 
     def close(*args: Any) -> bool:
@@ -193,7 +193,7 @@ def test_a_broken_call_has_ended(workspace: Workspace, monkeypatch: pytest.Monke
     """Its process may live on, in a notebook or a longer script."""
     plan = small_plan("data")
     claim(workspace, plan, "data")
-    campaign = campaign_of(workspace, plan, Cluster(job_status="live"))
+    campaign = campaign_of(workspace, plan, Cluster(liveness="live"))
     campaign.begin()
 
     def broken(*_: Any) -> None:
@@ -223,7 +223,7 @@ def test_refusals_show_no_traceback(
     def refuse(requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
         return {request.ref: error for request in requests}
 
-    cluster = Cluster(job_status="dead")
+    cluster = Cluster(liveness="dead")
     monkeypatch.setattr(cluster, "submit", refuse)
     campaign = campaign_of(workspace, small_plan("data", backoff_s=0.0), cluster)
     campaign.start()
@@ -253,7 +253,7 @@ def test_evaluations_during_training_give_way(
         submitted.update({r.stage_id: r.nice for r in requests})
         return {}
 
-    cluster = Cluster(job_status="live")
+    cluster = Cluster(liveness="live")
     monkeypatch.setattr(cluster, "submit", submit)
     campaign = campaign_of(workspace, plan, cluster)
     campaign.begin()

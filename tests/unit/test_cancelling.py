@@ -27,7 +27,7 @@ class Scheduler(Cluster):
     """One job that runs, and a scheduler that does not always answer."""
 
     def __init__(self, answers: Sequence[bool]) -> None:
-        super().__init__(job_status="unknown")
+        super().__init__(liveness="unknown")
         self.answers, self.killed = list(answers), False
 
     def stop(self, attempt: OpenAttempt) -> bool:
@@ -35,7 +35,7 @@ class Scheduler(Cluster):
 
     def kill(self, attempt: OpenAttempt) -> bool:
         self.killed = self.answers.pop(0) if self.answers else False
-        self.job_status = JobStatus("dead" if self.killed else "unknown")
+        self.liveness = JobStatus("dead" if self.killed else "unknown")
         return self.killed
 
 
@@ -151,7 +151,7 @@ def test_a_cancelled_call_leaves_stages_of_another_call(workspace: Workspace) ->
     workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
     me = {"process": str(ProcessId.of()), "host": host_name(), "state": "running"}
     workspace.write_orchestrator(other.run, me)
-    router = Router({"slurm": Cluster(job_status="live")}, lambda _: "slurm")
+    router = Router({"slurm": Cluster(liveness="live")}, lambda _: "slurm")
     campaign = orchestrator_on(plan, workspace, router, run=mine)
     campaign.begin()
     workspace.request_cancel(mine.run, "somebody", ())

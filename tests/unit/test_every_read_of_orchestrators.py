@@ -52,7 +52,7 @@ class Prompt(Cluster):
     they are other processes'."""
 
     def __init__(self, workspace: Workspace, reads: FaultyReads) -> None:
-        super().__init__(job_status="dead")
+        super().__init__(liveness="dead")
         self.workspace, self.reads = workspace, reads
         self.submitted: list[AttemptRef] = []
 

@@ -38,7 +38,7 @@ def end_of(tmp_path: Path, gpus: int = 0, code: int = 0) -> tuple[str, JobStatus
         attempt = workspace.read_attempt(stage.id, 1)
         assert attempt is not None
         seen = local.look([OpenAttempt(request.ref, replace(attempt, owner="x:1:1.00"))])
-        if seen[request.ref].job_status == "dead":
+        if seen[request.ref].liveness == "dead":
             return workspace.layout.attempt(stage.id, 1).printed.read_text(), seen[request.ref]
         time.sleep(0.02)
     raise AssertionError("it never ended")

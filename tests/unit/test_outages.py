@@ -31,7 +31,7 @@ from tests.support.quota import small_tmpfs
 from tests.unit.test_campaign_rounds import Cluster, campaign_of, events
 
 NUMBERS = (errno.ESTALE, errno.ENOENT, errno.EAGAIN)
-RUNS = {"sight": "live", "running": True, "state": "RUNNING"}
+RUNS = {"liveness": "live", "running": True, "state": "RUNNING"}
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_a_live_worker_is_not_lost_though_slurm_forgot_its_job(workspace: Worksp
     """A controller that came back without its state: no second job is put beside the first."""
     plan, clock = small_plan("data", backoff_s=0.0), [0.0]
     stage = begun(workspace, plan)
-    cluster = Cluster(job_status="dead", running=False, state="unknown to Slurm", lost=True)
+    cluster = Cluster(liveness="dead", running=False, state="unknown to Slurm", lost=True)
     campaign = campaign_of(workspace, plan, cluster, clock=lambda: clock[0])
     heartbeat = workspace.layout.attempt(stage.id, 1).heartbeat
     campaign.begin()

@@ -106,7 +106,7 @@ def test_a_local_job_belongs_to_its_host(sleeper: subprocess.Popen[bytes], tmp_p
         return OpenAttempt(ref, attempt, started)
 
     def sights() -> list[str]:
-        return [dispatcher.look([job(p)])[ref].job_status for p in (here, elsewhere, None)]
+        return [dispatcher.look([job(p)])[ref].liveness for p in (here, elsewhere, None)]
 
     assert sights() == ["live", "unknown", "unknown"]
     assert dispatcher.kill(job(elsewhere)), "only its fence stops it"

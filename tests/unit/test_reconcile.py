@@ -485,7 +485,7 @@ def all_done() -> list[tuple[PlannedStage, StageRecord]]:
 
 
 @pytest.mark.parametrize(
-    ("tries", "job_status", "live"),
+    ("tries", "liveness", "live"),
     [
         ([], None, False),
         ([attempt(1)], "live", True),
@@ -494,12 +494,12 @@ def all_done() -> list[tuple[PlannedStage, StageRecord]]:
     ],
 )
 def test_finished_recipes_need_no_server(
-    tries: list[Attempt], job_status: Sight | None, live: bool
+    tries: list[Attempt], liveness: Sight | None, live: bool
 ) -> None:
     """A server that failed when all had their answers fails nothing."""
-    seen = {JUDGE.id: AttemptStatus(1, job_status)} if job_status else {}
+    seen = {JUDGE.id: AttemptStatus(1, liveness)} if liveness else {}
     servers = [judge_record(*tries)] if tries else []
-    actions = decide_served(*all_done(), *servers, seen=seen, ready=(1,) if job_status else ())
+    actions = decide_served(*all_done(), *servers, seen=seen, ready=(1,) if liveness else ())
     assert actions["judge"] == Idle(JUDGE, live=live)
 
 

@@ -105,7 +105,7 @@ def test_a_silent_scheduler_delays_no_status() -> None:
     ref = AttemptRef("grpo-1", 1)
     slow = Router({"slurm": Silent()}, lambda _: "slurm")  # type: ignore[dict-item]
     router = BackgroundRouter(slow, 0.1)
-    assert router.look([OpenAttempt(ref, attempt)])[ref].job_status == "unknown"
+    assert router.look([OpenAttempt(ref, attempt)])[ref].liveness == "unknown"
     assert "0.1 s" in router.late
 
 
