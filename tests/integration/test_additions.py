@@ -79,7 +79,7 @@ from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.types import PromptRow
 from refiner_core.judges.lexical import LexicalJudge
 from refiner_core.rewards import RewardInput, compute_rewards
-from flows.reporting.run.results import said_in_training
+from flows.reporting.run.results import text_in_training
 
 row = PromptRow("1", "What is it?", "Tell me what it is.", (1,), "{}")
 said = RewardInput(row, "<answer>It is that.</answer>", True)
@@ -87,18 +87,18 @@ for reward in (RewardConfig(), RewardConfig(brevity_weight=0.5)):
     (found,) = compute_rewards([said], reward, LexicalJudge())
     stored = {f"reward/{k}": v for k, v in found.components.items()}
     stored |= {"response_text": said.text, "reward": found.total, "step": 1, "status": found.status}
-    parts = {p["name"]: p["share"] for p in said_in_training(stored, reward)["parts"]}
+    parts = {p["name"]: p["share"] for p in text_in_training(stored, reward)["parts"]}
     print(found.total, parts.get("brevity"), found.components["brevity"])
 """
 
 
 STATE = """
-from infra.slurm.states import facts_of, sight_of
+from infra.slurm.states import facts_of, status_of
 
 for state in ("EXPEDITED", "UNHEARD_OF"):
     facts = facts_of({"state": state, "id": "7"}, "squeue")
-    sight = sight_of(facts, True, lambda: "")
-    print(sight.sight, sight.running, facts.rule.words, sep="|")
+    status = status_of(facts, True, lambda: "")
+    print(status.liveness, status.running, facts.rule.words, sep="|")
 """
 _WEIGHT = 'identity(0.0, doc="of the term for short answers", legacy_value=0.0)'
 _COMBINATION = "    combination: Literal"

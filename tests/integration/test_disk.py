@@ -136,7 +136,7 @@ def test_a_disk_without_inodes_is_short_though_bytes_are_free(tmp_path: Path) ->
         assert disk_manager.room(fresh=True).free_bytes > 60 * MIB
         assert disk_manager.shortage(MIB, ref) > 0
         assert disk_manager.lacking(MIB, ref) == "8 more files and folders (inodes)"
-        assert "room for 8 more files and folders (inodes)" in disk_manager.status_line()
+        assert "8 more files and folders (inodes)" in disk_manager.status_line()
         done = disk_manager.free_space(MIB, ref)
         assert done is not None
         assert [c.step for c in store.complete()] == [2]

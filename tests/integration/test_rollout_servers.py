@@ -224,14 +224,14 @@ def test_a_port_that_another_user_has_taken_is_passed_over(
 LIFE = """
 import sys
 from pathlib import Path
-from infra.rollouts.servers import Place
+from infra.rollouts.servers import ServerResources
 from infra.rollouts.servers import memory_folder
 from infra.rollouts.servers import LocalRolloutServers
 from refiner_core.contract.config import RecipeConfig
 
 with memory_folder(Path(sys.argv[1])) as folder:
     (folder / "weights-1").mkdir()
-    place = Place("", folder, Path(sys.argv[2]) / "rollout-servers")
+    place = ServerResources("", folder, Path(sys.argv[2]) / "rollout-servers")
     LocalRolloutServers(RecipeConfig(), [place, place], folder).start(folder / "weights-1")
 """
 
