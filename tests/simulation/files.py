@@ -197,7 +197,7 @@ def _space(put: Put, world: World, disk: SimDisk) -> None:
     put(manager, "random", SimpleNamespace(Random=lambda: world.random))
     put(usage, "_size", lambda status, _seen: usage.DiskSize(status.st_size, 1, status.st_size))
     simulated = functools.partial(DiskManager, clock=lambda: world.now, sleep=world.sleep)
-    put(manager, "DiskKeeper", simulated)
+    put(manager, "DiskManager", simulated)
 
 
 class _Heartbeat(heartbeat.Heartbeat):
