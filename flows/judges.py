@@ -388,7 +388,7 @@ def stop_judge_servers(
 
     Returns
     -------
-    Stopped
+    StoppedServers
         Servers that have ended, and those that have not.
 
     Raises

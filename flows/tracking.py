@@ -46,7 +46,7 @@ def sync_tracking(
 
     Returns
     -------
-    Synced
+    SyncResult
         All runs, those with new data, and the number sent.
 
     Raises

@@ -246,7 +246,7 @@ def show_card(
 
     Returns
     -------
-    Shown
+    CardPreview
         ``differs`` is True if the published card was different.
 
     Raises

@@ -351,7 +351,7 @@ def play_task(
 
     Returns
     -------
-    Played
+    PlayedTask
         The task, and its outcome with reward and checks.
 
     Raises

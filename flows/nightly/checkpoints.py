@@ -65,7 +65,7 @@ def resolve(checkpoint: Checkpoint, workspace: Workspace) -> ResolvedWeights:
     ------
     ConfigurationError
         There is no such folder, run or stage, or its content has changed.
-    NothingYet
+    CheckpointNotReady
         Nothing has been trained or exported yet.
     HubOutage, HubRefused
         The Hub does not return the commit of a branch.

@@ -54,7 +54,7 @@ def send(
 
     Raises
     ------
-    ChannelFailed
+    ChannelError
         The message was not accepted.
     """
     if alarm.channel == "command":

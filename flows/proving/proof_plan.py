@@ -111,7 +111,7 @@ def plan_resume_proofs(
 
     Returns
     -------
-    Plans
+    ProofPlans
         For :func:`flows.api.prove_resume`.
 
     Raises

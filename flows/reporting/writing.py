@@ -113,7 +113,7 @@ def report_sweep(
 
     Returns
     -------
-    Written
+    WrittenReport
         The report, and the path of its ``page``.
 
     Raises

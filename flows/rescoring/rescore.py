@@ -82,7 +82,7 @@ def rescore(
 
     Returns
     -------
-    Rescored
+    RescoreResult
         The document that is also written as JSON, and the folder.
 
     Raises

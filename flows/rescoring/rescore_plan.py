@@ -346,7 +346,7 @@ def plan_rescoring(
 
     Returns
     -------
-    Planned
+    RescorePlan
         ``new_calls`` is the number of judge calls.
 
     Raises

@@ -82,7 +82,7 @@ def detach_run(
 
     Returns
     -------
-    Detached
+    BackgroundProcess
         Process or job, and its log; ``exit_code`` if it has already ended.
 
     Raises

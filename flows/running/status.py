@@ -572,7 +572,7 @@ def watch_run(
 
     Returns
     -------
-    Watcher
+    RunWatcher
         Each look asks schedulers, and reads the records again.
 
     Raises

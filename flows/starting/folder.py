@@ -51,7 +51,7 @@ def init_folder(folder: str | Path = ".", answers: Mapping[str, str] | None = No
 
     Returns
     -------
-    Begun
+    InitFolder
         The new folder.
 
     Raises

@@ -450,7 +450,7 @@ def detach_sweep(
 
     Returns
     -------
-    Detached
+    BackgroundProcess
         Process or job, and its log; ``exit_code`` if it has already ended.
 
     Raises

@@ -224,7 +224,7 @@ def forecast_sweep(plan: SweepPlan) -> SweepPreview:
 
     Returns
     -------
-    SweepLook
+    SweepPreview
         Counts, forecast, exceeded limits, the smallest detectable effect.
 
     Raises

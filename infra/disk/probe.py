@@ -294,7 +294,7 @@ def quota_space(name: str, quota: Quota) -> FreeSpace | None:
 
     Raises
     ------
-    ToolFailed
+    ProbeError
         Its numbers are implausible.
     """
     space, inodes = quota.bytes, quota.inodes
@@ -358,7 +358,7 @@ def run_tool(command: Sequence[str]) -> str:
 
     Raises
     ------
-    ToolFailed
+    ProbeError
         It is missing, or does not end.
     """
     try:

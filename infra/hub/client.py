@@ -152,9 +152,9 @@ class HubClient:
 
         Raises
         ------
-        Moved
+        RevisionConflict
             The branch is no longer at ``parent``, or is gone.
-        Rejected
+        UploadError
             The storage of large files did not accept one.
         """
         with self._words("sending files"):

@@ -169,7 +169,7 @@ class _Publishing:
 
         Raises
         ------
-        Moved
+        RevisionConflict
             Another process changed it in between.
         """
         publication = self.publication

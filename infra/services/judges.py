@@ -90,7 +90,7 @@ def check_chat(
     ------
     NotReady
         No answer within ``timeout_s``, or a temporary refusal.
-    Refuses
+    ServerRefusal
         Any other answer than a chat completion.
     """
     status, body = _chat(endpoint, model, limit_field, timeout_s)

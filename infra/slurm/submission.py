@@ -113,7 +113,7 @@ class Submitter:
             Slurm will never accept such a job here.
         LaunchError
             Slurm did not accept it now.
-        PerhapsSubmitted
+        SubmissionUnknown
             Slurm did not answer.
         """
         try:

@@ -127,7 +127,7 @@ def test_a_download_that_was_cut_off_continues(hub: LoopbackHub) -> None:
         Fault("cut", where=lambda r: "safetensors" in r.path, times=1000, after=1_000_000)
     ]
     (failed,) = fetch(hub, [MODEL])
-    assert failed["error"] == "FetchFailed", failed
+    assert failed["error"] == "FetchError", failed
     hub.faults = []
     small = [path for path in downloads(hub) if path.endswith("tokenizer.json")]
     (report,) = fetch(hub, [MODEL])

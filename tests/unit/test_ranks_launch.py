@@ -113,6 +113,6 @@ def test_missing_nodes_are_awaited_up_to_the_limit(
     with (
         OtherNodes(tmp_path, SlurmJob("1"), 1) as others,
         knocking(tmp_path, silent=2, key="00" * 32),
-        pytest.raises(LaunchError, match="Only 0 of the job's 1 other nodes came within 1 s"),
+        pytest.raises(LaunchError, match="Only 0 of the job's 1 other nodes connected in 1 s"),
     ):
         others.start(["true", "true"], {})

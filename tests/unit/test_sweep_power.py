@@ -104,7 +104,8 @@ def test_each_warning_has_its_exact_threshold(plan: SweepPlan) -> None:
     assert warned(plan, 1) == ["1 held-out prompts:"]
     assert warned(_plan((1,))) == ["One seed: a"]
     assert warned(_plan((1, 2))) == ["Two seeds: 95"]
-    assert warned(plan, mean=0.97) == warned(plan, mean=0.03) == ["oracle has stood"]
+    assert warned(plan, mean=0.97) == ["oracle was 0.97"]
+    assert warned(plan, mean=0.03) == ["oracle was 0.03"]
     assert warned(plan, mean=0.969) == warned(plan, mean=0.031) == warned(plan, mean=None) == []
     assert warned(_asks(plan, metric="length_tokens"), mean=0.99) == []
 

@@ -298,7 +298,7 @@ def report_run(
 
     Returns
     -------
-    Written
+    WrittenReport
         The report, and the path of its ``page``.
 
     Raises

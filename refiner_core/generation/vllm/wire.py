@@ -94,7 +94,7 @@ def read_completion(raw: bytes, asked: SampleQuery) -> Completion | Literal["abo
 
     Raises
     ------
-    Unusable
+    InvalidResponse
         It does not match the request; the message says how.
     """
     choice = _only_choice(raw, asked.request.prompt_ids)
@@ -137,7 +137,7 @@ def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> tuple[list[float], int
 
     Raises
     ------
-    Unusable
+    InvalidResponse
         It does not match the request.
     """
     choice = _only_choice(raw, prompt_ids)
