@@ -124,6 +124,7 @@ any_facts = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(any_facts)
 def test_evidence_of_any_facts_makes_the_same_card(given: CardFacts) -> None:

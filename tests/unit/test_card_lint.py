@@ -461,6 +461,7 @@ _PIECES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("piece", _PIECES)
 def test_any_card_is_checked_in_linear_time(piece: str) -> None:

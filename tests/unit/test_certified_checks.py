@@ -51,6 +51,7 @@ class _WrongBackward(torch.autograd.Function):
         return 1.05 * grad
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_wrong_forward_or_backward_fails(
     kernel_of: Callable[[str], CertifiedCheck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ def with_vllm(tmp_path: Path) -> WorkOrder:
     return replace(CPU, vllm={"setup": setup, "weights_dir": str(tmp_path)})
 
 
+@pytest.mark.slow
 def test_new_weights_reach_a_server_that_asks_for_the_key(
     with_vllm: WorkOrder, tmp_path: Path
 ) -> None:
@@ -104,6 +106,7 @@ def test_new_weights_reach_a_server_that_asks_for_the_key(
     assert "HTTP 401" in found["vLLM, key of its control routes (reload)"].why
 
 
+@pytest.mark.slow
 def test_altered_weights_are_found(
     with_vllm: WorkOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +152,7 @@ def part(order: WorkOrder, folder: Path, seconds: float) -> list[CertifiedCheck]
     return found
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_or_dies_is_a_failed_check(tmp_path: Path) -> None:
     assert [c.verdict for c in part(CPU, tmp_path / "a", -1)] == ["absent"]
     [slow] = part(CPU, tmp_path / "b", 0.3)

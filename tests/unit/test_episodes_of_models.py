@@ -117,6 +117,7 @@ def ordered(model: Any) -> dict[str, list[Completion]]:
     return {name: played(make(model), 1) for name, make in MAKERS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MAKERS))
 def test_ordered_episodes_repeat_bitwise_with_slow_tools(
     model: Any, ordered: dict[str, list[Completion]], name: str

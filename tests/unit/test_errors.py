@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import pytest
 
 from flows.cli.main import cli
 from refiner_core.contract import errors
@@ -70,6 +71,7 @@ def refusals() -> list[tuple[str, str, ast.Call]]:
     ]
 
 
+@pytest.mark.slow
 def test_every_error_names_what_was_expected_and_the_fix() -> None:
     """Without its fix, a message leaves a user to read the source."""
     lacking = []

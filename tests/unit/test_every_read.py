@@ -94,6 +94,7 @@ def check_nothing_is_lost(root: Path, code: int | None) -> None:
         assert code in (None, CLASSES[last.outcome.failure].exit_code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [True, False])
 def test_every_read_of_an_attempt_may_fail_once(
     begun: Path, tmp_path: Path, undisturbed: tuple[Story, list[str]], missing: bool
@@ -114,6 +115,7 @@ def test_every_read_of_an_attempt_may_fail_once(
     assert wrong == [], "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_reads_keep_failing(
     begun: Path, tmp_path: Path, undisturbed: tuple[Story, list[str]]
 ) -> None:

@@ -139,6 +139,7 @@ def disturbed(tmp_path: Path, at: int, name: str, lasting: Lasting) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_every_read_of_a_campaign_may_fail_once(tmp_path: Path, reads_of_rounds: int) -> None:
     found = [
         disturbed(tmp_path, at, name, "once")
@@ -148,6 +149,7 @@ def test_every_read_of_a_campaign_may_fail_once(tmp_path: Path, reads_of_rounds:
     assert not any(found), "\n".join(filter(None, found))
 
 
+@pytest.mark.slow
 def test_a_campaign_waits_while_nothing_can_be_read(tmp_path: Path, reads_of_rounds: int) -> None:
     every = range(1, reads_of_rounds + 1)
     found = [disturbed(tmp_path, at, ERRORS[at % 5], "from then on") for at in every]
@@ -202,6 +204,7 @@ def sweep_with(tmp_path: Path, at: int, name: str, lasting: Lasting) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_reads_of_a_sweep_may_fail_once_and_for_a_while(tmp_path: Path) -> None:
     states, jobs = swept(tmp_path / "sound")
     assert set(states.values()) == {"done"}

@@ -308,6 +308,7 @@ def test_output_exit_code_and_environment_are_those_of_the_command(tmp_path: Pat
     assert [line.text for line in lines if line.redrawn] == ["two"]
 
 
+@pytest.mark.slow
 def test_endless_output_leaves_time_for_a_stop_and_takes_no_memory(tmp_path: Path) -> None:
     before = psutil.Process().memory_info().rss
     with TrainerProcess("exec yes 'step 1/100'", dict(os.environ), tmp_path) as process:

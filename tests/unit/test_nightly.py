@@ -102,6 +102,7 @@ def told(lab: NightLab) -> list[tuple[str, str, str, str]]:
     return [(a["checkpoint"], a["kind"], a["cause"], a["night"]) for a in lab.records.alerts()]
 
 
+@pytest.mark.slow
 def test_a_regression_and_its_recovery_are_reported_once(lab: NightLab) -> None:
     for number, day in enumerate(DAYS[:12]):
         bad = 4 <= number < 8
@@ -124,6 +125,7 @@ def test_a_regression_and_its_recovery_are_reported_once(lab: NightLab) -> None:
     assert [title for _, title in VIEWS if title not in page] == []
 
 
+@pytest.mark.slow
 def test_a_lenient_judge_is_drift_and_no_progress(lab: NightLab) -> None:
     for number, day in enumerate(DAYS[:12]):
         lenient = 0.1 if number >= 8 else 0.0

@@ -60,6 +60,7 @@ def from_night(number: int, amount: float, nights: int = 60) -> Floats:
     return np.where(np.arange(nights) >= number, amount, 0.0)
 
 
+@pytest.mark.slow
 def test_a_thousand_quiet_series_hardly_ever_alarm_in_sixty_nights() -> None:
     """500 pairs of a model and a canary, each measured afresh in each of 60 nights. At most one
     series in a hundred may alarm; measured at this size: about one in a thousand."""

@@ -252,6 +252,7 @@ class Unwilling(LocalDispatcher):
         return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [

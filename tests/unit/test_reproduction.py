@@ -115,6 +115,7 @@ OVERRIDES: dict[str, st.SearchStrategy[str]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(OVERRIDES)), st.data(), max_size=5), st.data())
 def test_any_overrides_come_back_as_a_command(keys: dict[str, Any], data: st.DataObject) -> None:

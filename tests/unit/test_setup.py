@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.lint.source import PACKAGES, ROOT
 
 #: Stands for python, in a new environment too: notes what is asked.
@@ -59,6 +61,7 @@ def test_the_lock_has_the_tested_versions() -> None:
     assert not other
 
 
+@pytest.mark.slow
 def test_what_is_imported_is_declared() -> None:
     """Otherwise it is gone with the package that happens to bring it."""
     import ast

@@ -153,6 +153,7 @@ def test_a_few_earlier_seeds_give_a_range_and_not_a_number(plan: SweepPlan) -> N
     assert detectable_json(detectable(plan, None, KNOWN))["effect_range"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed_sd", [0.0, 0.02, 0.06])
 def test_the_range_holds_the_truth_about_as_often_as_it_says(seed_sd: float) -> None:
     """From one earlier pair of arms with three seeds."""

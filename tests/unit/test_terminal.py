@@ -78,6 +78,7 @@ def run(workspace: Workspace) -> RunRecord:
     return run
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_no_sequences(workspace: Workspace, run: RunRecord) -> None:
     where = f"workspace={workspace.root}"
     for words in (("logs", "sft"), ("status",), ("status", "--json")):

@@ -211,6 +211,7 @@ def test_the_judge_has_the_first_sample_while_the_second_is_decoded(run):
     assert all(later - earlier in (0, 1) for earlier, later in pairwise(had))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [JudgeOutage("nobody is there"), Interrupted("asked to stop")])
 def test_a_judge_error_in_the_middle_of_a_step_costs_that_step_alone(run, error):
     run.answer(ThreadedJudge())

@@ -141,6 +141,7 @@ def test_a_sync_and_a_call_wait_for_each_other(tmp_path: Path) -> None:
     assert furthest(models[0], requests(), made) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_lost_server_comes_back_with_the_current_weights(tmp_path: Path) -> None:
     servers, model = InThreads(1), tiny_model(1)
     with fleet_of(servers, tmp_path) as fleet:
