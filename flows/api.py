@@ -160,10 +160,7 @@ _MODULES = {
 }
 #: Former names: their successors take the workspace by name.
 #: Functions whose rows were objects and are mappings now.
-_ROWS = (
-    *("diff_runs", "explain_number", "make_sweep_report", "report_of_run"),
-    "try_channels",
-)
+_ROWS = (*("diff_runs", "explain_number", "make_sweep_report", "report_of_run"), "try_channels")
 
 
 class _Row(dict[str, Any]):

@@ -152,7 +152,7 @@ def _recipe_checks(
             limit_s=_JUDGE_S,
             needed=lambda x: x.recipe and asks_judge(x.config) and x.config.judge.kind == "openai",
             hung="curl --max-time 10 JUDGE/models",
-        ),
+        )
     ]
     checks.append(DoctorCheck("gpu", "certificate", _certificate, limit_s=20))
     if info.recipe:

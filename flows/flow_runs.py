@@ -44,12 +44,7 @@ from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.artifacts import (
-    artifact_key,
-    artifacts_of,
-    inert,
-    markdown_table,
-)
+from flows.artifacts import artifact_key, artifacts_of, inert, markdown_table
 from flows.running.background import BackgroundProcess, detach_run
 from flows.running.following import Follower, Node, SweepFollower, inputs_of, new_lines
 from flows.running.foreground import LaunchOptions

@@ -324,10 +324,7 @@ class _FolderPublication:
         ours = before.names if before else frozenset[str]()
         gone = set() if publication.only_these else ours - {f.name for f in publication.files}
         if wanted or any((place / name).exists() for name in gone):
-            with (
-                no_space_guard(place.parent, f"publishing to {place}"),
-                _refused_by_name(place),
-            ):
+            with no_space_guard(place.parent, f"publishing to {place}"), _refused_by_name(place):
                 if publication.only_these:
                     # Small files; the evidence last, so that a repetition finds what is missing.
                     for file in sorted(wanted, key=lambda f: f.name == EVIDENCE):

@@ -289,10 +289,7 @@ class SweepForecast:
 
 
 def forecast_sweep(
-    plan: SweepPlan,
-    history: History,
-    done: AbstractSet[str],
-    canary: Sequence[CanaryMeasure] = (),
+    plan: SweepPlan, history: History, done: AbstractSet[str], canary: Sequence[CanaryMeasure] = ()
 ) -> SweepForecast:
     """Forecast of the unfinished part of a sweep.
 

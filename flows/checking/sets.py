@@ -35,12 +35,7 @@ from refiner_core.contract.sections.environment import check_name
 from refiner_core.environments import checking
 from refiner_core.environments.protocol import Environment, Message, Outcome, Task, ToolCall
 from refiner_core.environments.registry import open_environment
-from refiner_core.rubrics import (
-    RubricSet,
-    load_rubric_set,
-    rubric_set_path,
-    shipped_rubric_sets,
-)
+from refiner_core.rubrics import RubricSet, load_rubric_set, rubric_set_path, shipped_rubric_sets
 
 #: Environment name -> its purpose.
 ENVIRONMENTS: Mapping[str, str] = {

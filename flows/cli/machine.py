@@ -261,11 +261,7 @@ _SHOWN = 12  # most runs and pins listed one by one; the JSON has all
 @former_option("--caches", "Caches are for their own tools: `hf cache prune`.", flag=True)
 @click.option("--judgements", is_flag=True, help="with --reclaim: judgements, too")
 def disk_command(
-    words: tuple[str, ...],
-    as_json: bool,
-    reclaim: bool,
-    dry_run: bool,
-    judgements: bool,
+    words: tuple[str, ...], as_json: bool, reclaim: bool, dry_run: bool, judgements: bool
 ) -> None:
     """Show disk use of a workspace by run and kind, free space, and what may be deleted.
 

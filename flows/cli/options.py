@@ -242,10 +242,7 @@ class LazyGroup(click.Group):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        sections: Mapping[str, Mapping[str, tuple[str, str]]],
-        **options: Any,
+        self, *args: Any, sections: Mapping[str, Mapping[str, tuple[str, str]]], **options: Any
     ) -> None:
         super().__init__(*args, **options)
         self._sections = sections

@@ -81,10 +81,7 @@ def publish_command(
 _WRONG = 3
 
 
-@click.group(
-    "card",
-    epilog="`refiner publish` checks its cards by the same rules.",
-)
+@click.group("card", epilog="`refiner publish` checks its cards by the same rules.")
 def card_command() -> None:
     """Check or print model cards."""
 

@@ -287,8 +287,7 @@ def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 @click.option("--dry-run", is_flag=True, help="show arms, forecast and warnings; change nothing")
 @click.option("--yes", "-y", is_flag=True, help="launch without asking")
 @former_option(
-    "--rescore",
-    "`refiner rescore RUN KEY=VALUE …` shows the effect of an arm's reward and judge.",
+    "--rescore", "`refiner rescore RUN KEY=VALUE …` shows the effect of an arm's reward and judge."
 )
 @click.option("--past-canary", is_flag=True, help="continue whatever the canary has shown")
 @click.option("--take-over", is_flag=True, help="even if another host claims it")
@@ -312,11 +311,7 @@ def sweep_command(
     held by a limit, 5 or 7 if a full disk or a judge is the obstacle; the same command continues.
     """
     from flows.running.status import is_finished
-    from flows.sweeping.launching import (
-        begin_sweep,
-        work_on_sweep,
-        workspace_of,
-    )
+    from flows.sweeping.launching import begin_sweep, work_on_sweep, workspace_of
     from flows.sweeping.planning import make_sweep_plan, show_sweep_plan, sweep_json
 
     names, overrides = split_overrides(words)

@@ -296,11 +296,7 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
              "comparisons_frame(SWEEP)), or report.csv.", flag=True)  # fmt: skip
 @json_option
 def report_command(
-    words: tuple[str, ...],
-    out: str | None,
-    watch: bool,
-    every_s: int,
-    as_json: bool,
+    words: tuple[str, ...], out: str | None, watch: bool, every_s: int, as_json: bool
 ) -> None:
     """Write the report of RUN or SWEEP (default: the newest).
 

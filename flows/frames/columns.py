@@ -78,9 +78,7 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
         "ended_at": Column("time", "end of the newest attempt; missing while it is running", "UTC"),
         "last_failure": Column("text", "failure of the newest failed attempt"),
     },
-    "metrics": {
-        "step": Column("whole", "training step, from 1"),
-    },
+    "metrics": {"step": Column("whole", "training step, from 1")},
     "rollouts": {
         "step": Column("whole", "training step that it was sampled for"),
         "sample_id": Column("text", "the prompt's id in the data stage's rl_train.parquet"),

@@ -22,13 +22,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.pages import json_text
 from refiner_core.report.printing import whole
 from refiner_core.report.run.run_report import RunReport
-from refiner_core.report.sweep.rendering import (
-    csv_of,
-    markdown,
-    number_rows,
-    page,
-    trial_rows,
-)
+from refiner_core.report.sweep.rendering import csv_of, markdown, number_rows, page, trial_rows
 from refiner_core.report.sweep.sweep_report import NUMBERS, PAGE, TEXT, TRIALS, VALUES, SweepReport
 
 #: Interval at which the page of a running sweep reloads itself, seconds.

@@ -23,11 +23,7 @@ from refiner_core.contract.records import RunRecord, StageSpec, from_json
 from refiner_core.contract.types import PromptRow
 from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.metrics import load_samples
-from refiner_core.rescoring.rollouts import (
-    StoredRollout,
-    some_groups,
-    stored_rollouts,
-)
+from refiner_core.rescoring.rollouts import StoredRollout, some_groups, stored_rollouts
 
 Source = Literal["rollouts", "evaluation"]
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")

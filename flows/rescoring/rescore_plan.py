@@ -38,13 +38,7 @@ from refiner_core.judge_report.material import is_batched
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.judges.calls import ChatCall, plan_calls
 from refiner_core.rescoring.compare import common_prompts
-from refiner_core.rescoring.rollouts import (
-    Metric,
-    Question,
-    judge_identity,
-    questions_of,
-    recorded,
-)
+from refiner_core.rescoring.rollouts import Metric, Question, judge_identity, questions_of, recorded
 from refiner_core.rubrics import load_rubric_set
 
 OWN = "own"

@@ -102,12 +102,7 @@ def detach_run(
 
 
 def leave(
-    ws: Workspace,
-    call: str,
-    code: str,
-    where: Where,
-    profile: str | None,
-    launch: LaunchOptions,
+    ws: Workspace, call: str, code: str, where: Where, profile: str | None, launch: LaunchOptions
 ) -> BackgroundProcess:
     """As :func:`detach_run`, for any call: its id, the id of its code snapshot, and the profile for
     a Slurm job."""

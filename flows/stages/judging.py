@@ -104,8 +104,7 @@ def _serve(work: StageWork, server: JudgeServerProcess) -> float:
         work.check_fence("server ends")
         if work.io.should_stop():
             raise Interrupted(
-                "The judge's server was asked to end",
-                fix="nothing; its next user starts it again",
+                "The judge's server was asked to end", fix="nothing; its next user starts it again"
             )
         server.check_alive(ask=now - asked >= _ASK_EVERY_S)
         asked = now if now - asked >= _ASK_EVERY_S else asked

@@ -96,10 +96,7 @@ def _measured(workspace: Workspace, wanted: AbstractSet[tuple[str, str]]) -> Ite
 
 
 def _stage(
-    workspace: Workspace,
-    stage_id: str,
-    record: StageRecord,
-    wanted: AbstractSet[tuple[str, str]],
+    workspace: Workspace, stage_id: str, record: StageRecord, wanted: AbstractSet[tuple[str, str]]
 ) -> StageMeasure | None:
     """One finished stage; None if the sweep has no use for it."""
     spec, result = record.spec, record.result

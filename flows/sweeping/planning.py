@@ -311,10 +311,7 @@ def sweep_json(plan: SweepPlan, look: SweepPreview | None = None) -> dict[str, A
             for t in plan.trials
         ],
         "stages": look.counts(),
-        "forecast": {
-            **forecast_json(look.forecast, look.passed),
-            "free_bytes": look.free_bytes,
-        },
+        "forecast": {**forecast_json(look.forecast, look.passed), "free_bytes": look.free_bytes},
         "detectable": detectable_json(look.detectable),
         "warnings": list(look.warnings),
     }

@@ -97,10 +97,7 @@ class Heartbeat:
     """Writes from a thread of its own, so that a long step does not look silent."""
 
     def __init__(
-        self,
-        path: Path,
-        began: float,
-        on_beat: Callable[[], None] = lambda: None,
+        self, path: Path, began: float, on_beat: Callable[[], None] = lambda: None
     ) -> None:
         self._path, self._began = path, began
         self._on_beat = on_beat

@@ -95,11 +95,7 @@ class ReclaimedBytes(NamedTuple):
 
 
 def plan_reclaim(
-    stock: Inventory,
-    need_bytes: int | None,
-    need_inodes: int = 0,
-    *,
-    judgements: bool = False,
+    stock: Inventory, need_bytes: int | None, need_inodes: int = 0, *, judgements: bool = False
 ) -> list[Candidate]:
     """Candidates to free ``need_bytes`` and ``need_inodes``; None: all that may go.
 

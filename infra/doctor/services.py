@@ -18,15 +18,8 @@ from urllib.parse import urlsplit
 from infra.doctor.check import CheckResult, DoctorCheck, SystemInfo, absent, doubtful, fine, found
 from infra.host.secrets import masked
 from infra.hub.target import check_hub, endpoint_now, open_hub
-from infra.prefect_server import (
-    KeyRefused,
-    ServerInfo,
-    http_status,
-    server_status,
-)
-from infra.prefect_server import (
-    check_server as check_prefect,
-)
+from infra.prefect_server import KeyRefused, ServerInfo, http_status, server_status
+from infra.prefect_server import check_server as check_prefect
 from infra.tracking import check_server, masked_address, server_address
 from refiner_core.contract.errors import HubOutage, HubRefused, RefinerError
 

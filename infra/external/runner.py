@@ -50,12 +50,7 @@ from infra.external.process import (
 from infra.process.child import kill_stale_processes
 from infra.store.checkpoints import CompleteCheckpoint
 from refiner_core.contract.config import CommandConfig, uses
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    Interrupted,
-    NoSpaceError,
-    ScriptFailed,
-)
+from refiner_core.contract.errors import ConfigurationError, Interrupted, NoSpaceError, ScriptFailed
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:

@@ -21,12 +21,7 @@ from dataclasses import dataclass
 
 from infra.host.secrets import masked
 from infra.publishing import stopped
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    HubOutage,
-    HubRefused,
-    RefinerError,
-)
+from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
 
 _WORDS = 300
 _STORAGE = re.compile(

@@ -32,11 +32,7 @@ from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import RealSlurm, SlurmUnavailable
 from infra.store import atomic
 from refiner_core.contract.config import Resources
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    LaunchError,
-    RefinerError,
-)
+from refiner_core.contract.errors import ConfigurationError, LaunchError, RefinerError
 from refiner_core.contract.placement import STAGES as TRAINING_STAGES
 
 _REFUSED = re.compile(

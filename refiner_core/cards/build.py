@@ -19,12 +19,7 @@ from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from refiner_core.cards.evidence import facts_from_json, facts_to_json
-from refiner_core.cards.facts import (
-    UNKNOWN,
-    CardFacts,
-    is_hub_id,
-    unmarked,
-)
+from refiner_core.cards.facts import UNKNOWN, CardFacts, is_hub_id, unmarked
 from refiner_core.cards.results import (
     model_index,
     preferred_step,

@@ -52,8 +52,7 @@ class EvaluateConfig:
     """The protocol of an evaluation, and which models it is applied to."""
 
     models: tuple[Literal["base", "sft", "rft", "grpo", "command"], ...] = identity(
-        ("base", "sft", "rft", "grpo", "command"),
-        doc="models evaluated, if the recipe makes them",
+        ("base", "sft", "rft", "grpo", "command"), doc="models evaluated, if the recipe makes them"
     )
     decoding: tuple[Literal["greedy", "sampled"], ...] = identity(
         ("greedy", "sampled"), doc="decodings evaluated, each a protocol of its own"
@@ -76,9 +75,7 @@ class EvaluateConfig:
     bootstrap_samples: int = identity(2000, ge=1, doc="resamples behind each interval of a mean")
     seed: int = identity(1234, doc="sampling seed; the same for every run, so that arms pair up")
     batch_size: int = identity(
-        256,
-        ge=1,
-        doc="samples decoded together; another number changes the order of sums",
+        256, ge=1, doc="samples decoded together; another number changes the order of sums"
     )
     occasion: str = added(
         "",

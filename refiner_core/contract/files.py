@@ -89,12 +89,7 @@ def yaml_node(
 
 
 def yaml_fields(
-    source: Path | str,
-    what: str,
-    example: str,
-    *,
-    resolve: bool = True,
-    may_be_empty: bool = False,
+    source: Path | str, what: str, example: str, *, resolve: bool = True, may_be_empty: bool = False
 ) -> dict[str, Any]:
     """The same as plain values; errors as in :func:`yaml_node`."""
     from omegaconf import OmegaConf

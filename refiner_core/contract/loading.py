@@ -23,12 +23,7 @@ from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import (
-    field_value,
-    nested,
-    replace_fields,
-    typed,
-)
+from refiner_core.contract.fields import field_value, nested, replace_fields, typed
 from refiner_core.contract.recipes import (
     FILE_FIELDS,
     JSON_FIELDS,

@@ -86,11 +86,7 @@ def _pieces_of(row: DataRow, tokenizer: Any) -> list[_Piece]:
 
 
 def _loss_spans(
-    full: str,
-    prompt_length: int,
-    messages: list[Message],
-    tokenizer: Any,
-    options: dict[str, Any],
+    full: str, prompt_length: int, messages: list[Message], tokenizer: Any, options: dict[str, Any]
 ) -> list[tuple[int, int]]:
     """Positions in ``full`` (characters) of each assistant turn with its end-of-turn token."""
     between = _template_text(messages, tokenizer, options)

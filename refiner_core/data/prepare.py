@@ -63,11 +63,7 @@ class _KeptRow(NamedTuple, Generic[T]):
 
 
 def prepare_data(
-    config: RecipeConfig,
-    *,
-    tokenizer: Any,
-    output_dir: Path,
-    io: StageIO | None = None,
+    config: RecipeConfig, *, tokenizer: Any, output_dir: Path, io: StageIO | None = None
 ) -> dict[str, Any]:
     """Prepare all rows of a recipe and write them to ``output_dir``.
 
@@ -153,11 +149,7 @@ class _Selection:
     """Rows of one source: read, filtered, encoded, counted."""
 
     def __init__(
-        self,
-        config: RecipeConfig,
-        which: Which,
-        tokenizer: Any,
-        io: StageIO | None,
+        self, config: RecipeConfig, which: Which, tokenizer: Any, io: StageIO | None
     ) -> None:
         self.config, self.which, self.tokenizer, self.io = config, which, tokenizer, io
         self.source = resolve_source(config.data, which)

@@ -36,11 +36,7 @@ _FROM_REWARD = (
 )
 _COMPONENTS = {"rubric_score": "rubric"}
 #: Metric to key of the ground truth's scores.
-_FROM_TRUTH = {
-    "oracle": "oracle",
-    "fact_recall": "fact_recall",
-    "truth_citation_f1": "citation_f1",
-}
+_FROM_TRUTH = {"oracle": "oracle", "fact_recall": "fact_recall", "truth_citation_f1": "citation_f1"}
 #: Metrics without a part of the judge, which count even if the judge failed.
 _WITHOUT_JUDGE = frozenset({"format_valid", "claims", "uncited"})
 

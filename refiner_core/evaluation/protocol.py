@@ -29,12 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from refiner_core.contract.config import (
-    EnvironmentConfig,
-    JudgeConfig,
-    RecipeConfig,
-    RewardConfig,
-)
+from refiner_core.contract.config import EnvironmentConfig, JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.fingerprint import canonical_json, digest
 from refiner_core.contract.records import picked
 from refiner_core.contract.types import PromptRow, SamplingParams
@@ -48,12 +43,7 @@ PROTOCOL_VERSION, PROTOCOL_VERSION_OF_AGENTS = 2, 1
 Decoding = Literal["greedy", "sampled"]
 
 #: Fields of `reward` that affect rubric scores; the others affect `reward`.
-_RUBRIC_FIELDS = (
-    "rubric_source",
-    "static_rubrics",
-    "instance_rubrics_only",
-    "rubric_aggregation",
-)
+_RUBRIC_FIELDS = ("rubric_source", "static_rubrics", "instance_rubrics_only", "rubric_aggregation")
 
 
 @dataclass(frozen=True)

@@ -191,8 +191,7 @@ def evaluate_model(
     rows = rows_of(work, units)
     measured = [
         MeasuredRows(
-            make_protocol(config, prompts, decoding, data_digest, protocol_file),
-            rows[decoding],
+            make_protocol(config, prompts, decoding, data_digest, protocol_file), rows[decoding]
         )
         for decoding in config.evaluate.decoding
     ]

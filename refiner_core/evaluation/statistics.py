@@ -76,9 +76,7 @@ def mean_squares(values: Floats) -> MeanSquares:
     rest = values - mean[..., None, None] - by_seed[..., None] - by_prompt[..., None, :]
     residual = (rest**2).sum(axis=(-2, -1))
     return MeanSquares(
-        of_seeds / (seeds - 1),
-        of_prompts / (prompts - 1),
-        residual / ((seeds - 1) * (prompts - 1)),
+        of_seeds / (seeds - 1), of_prompts / (prompts - 1), residual / ((seeds - 1) * (prompts - 1))
     )
 
 

@@ -26,12 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from refiner_core.evaluation.statistics import (
-    CONFIDENCE,
-    Difference,
-    estimate,
-    two_way_mean,
-)
+from refiner_core.evaluation.statistics import CONFIDENCE, Difference, estimate, two_way_mean
 from refiner_core.judge_report.material import Attack, JudgedItem
 
 Scores = Sequence[float | None]

@@ -46,11 +46,7 @@ _SIDES = ("baseline", "setting")
 
 
 def compare(
-    rollouts: Sequence[StoredRollout],
-    first: Scores,
-    second: Scores,
-    *,
-    resamples: int = RESAMPLES,
+    rollouts: Sequence[StoredRollout], first: Scores, second: Scores, *, resamples: int = RESAMPLES
 ) -> dict[str, Any]:
     """Compare the second scoring with the first: see the table in the module's docstring. ``means``
     maps a component to its mean under both; ``unscored`` counts the rollouts without a total

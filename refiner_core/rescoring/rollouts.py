@@ -318,9 +318,7 @@ def stored_scores(
 
 
 def with_advantages(
-    rollouts: Sequence[StoredRollout],
-    results: Sequence[RewardResult],
-    normalization: Normalization,
+    rollouts: Sequence[StoredRollout], results: Sequence[RewardResult], normalization: Normalization
 ) -> Scores:
     """Results with their advantages within groups."""
     found: list[float | None] = [None] * len(rollouts)

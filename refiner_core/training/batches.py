@@ -91,11 +91,7 @@ class Batch:
 
 
 def first_fit(
-    lengths: Sequence[int],
-    capacity: int,
-    *,
-    decreasing: bool = False,
-    max_open: int | None = None,
+    lengths: Sequence[int], capacity: int, *, decreasing: bool = False, max_open: int | None = None
 ) -> list[list[int]]:
     """Indices of ``lengths`` in bins of at most ``capacity``; every index appears exactly once.
 
@@ -203,8 +199,7 @@ def row_width(lengths: Sequence[int], balance: float) -> int:
     longest, total = max(lengths), sum(lengths)
     widths = sorted({min(total, int(longest * factor)) for factor in _ROW_FACTORS})
     return min(
-        widths,
-        key=lambda w: len(first_fit(lengths, w, decreasing=True)) * row_cost(w, balance),
+        widths, key=lambda w: len(first_fit(lengths, w, decreasing=True)) * row_cost(w, balance)
     )
 
 
@@ -496,10 +491,7 @@ def packs_of_ranks(
     ``multiple_of``: packs per forward pass; with several ranks, their number is a multiple of it.
     """
     shares = share_among(
-        *(samples, world),
-        pack_length=pack_length,
-        share_prompts=share_prompts,
-        balance=balance,
+        *(samples, world), pack_length=pack_length, share_prompts=share_prompts, balance=balance
     )
     packs = [
         pack_samples(share, pack_length, share_prompts=share_prompts, balance=balance)

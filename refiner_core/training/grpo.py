@@ -29,23 +29,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import (
-    EnvironmentOutage,
-    HealthStop,
-    Interrupted,
-    JudgeOutage,
-)
+from refiner_core.contract.errors import EnvironmentOutage, HealthStop, Interrupted, JudgeOutage
 from refiner_core.contract.placement import refuse_unsupported
 from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, PromptRow, StageIO
 from refiner_core.data.prepared import load_prompts
 from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import set_threads
-from refiner_core.judges.context import (
-    usage_from_json,
-    usage_metrics,
-    usage_sum,
-    usage_to_json,
-)
+from refiner_core.judges.context import usage_from_json, usage_metrics, usage_sum, usage_to_json
 from refiner_core.samples import judge_meter
 from refiner_core.training.batches import order_hash, prompt_batch
 from refiner_core.training.engines.plain import open_engine
@@ -55,12 +45,7 @@ from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
 from refiner_core.training.ranks import Ranks, RanksIO, on_first
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT, PendingBatch, Pipeline
-from refiner_core.training.rollouts.policies import (
-    CopyPolicy,
-    OpenServers,
-    Policy,
-    ServedPolicy,
-)
+from refiner_core.training.rollouts.policies import CopyPolicy, OpenServers, Policy, ServedPolicy
 from refiner_core.training.rollouts.rollout import RolloutBatch, TrainSample, own_tokens
 from refiner_core.training.rollouts.single_turn import Attempts, SingleTurnTask, longest_of
 from refiner_core.training.steps.checkpoint_manager import (
@@ -375,10 +360,7 @@ class _GrpoRun:
         self.lane.count(progress, rollouts.attempts)
         for name in (*COUNTS, *self.lane.counts):
             progress["counts"][name] = progress["counts"].get(name, 0) + metrics[name]
-        for name in (
-            *CURVES,
-            *self.lane.curves,
-        ):  # one entry per step; None without a number
+        for name in (*CURVES, *self.lane.curves):  # one entry per step; None without a number
             value = metrics.get(name, math.nan)
             progress["curves"][name].append(value if math.isfinite(value) else None)
         metrics.update(training_step=step, episode=progress["episode"], epoch=progress["epoch"])
@@ -426,11 +408,7 @@ class _GrpoRun:
 
 
 def open_turns(
-    config: RecipeConfig,
-    *,
-    judge: Judge | None,
-    environment: Environment | None,
-    samples: bool,
+    config: RecipeConfig, *, judge: Judge | None, environment: Environment | None, samples: bool
 ) -> SingleTurnTask:
     """The lane of a recipe.
 

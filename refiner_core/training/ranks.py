@@ -24,10 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    StageFailed,
-)
+from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.types import StageIO
 
 if TYPE_CHECKING:

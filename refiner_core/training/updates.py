@@ -310,11 +310,7 @@ class GrpoUpdate:
         return weight_F
 
     def _backward(
-        self,
-        batch: Batch,
-        buffers: _Buffers,
-        weight_F: torch.Tensor,
-        sums: dict[str, torch.Tensor],
+        self, batch: Batch, buffers: _Buffers, weight_F: torch.Tensor, sums: dict[str, torch.Tensor]
     ) -> None:
         """Gradients of one batch's share of the loss; adds its parts to ``sums``, in double
         precision, on the tensors' device."""

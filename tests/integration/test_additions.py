@@ -145,7 +145,7 @@ ADDITIONS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
     "a state of Slurm's jobs": {
         "infra/slurm/states.py": [
             (_STATE, f'{_STATE}\n    "EXPEDITED": StateRule(False, True, None, "goes first"),')
-        ],
+        ]
     },
 }
 

@@ -127,9 +127,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.quota
-def test_a_run_continues_after_a_full_disk_has_space_again(
-    full_disk: Path,
-) -> None:
+def test_a_run_continues_after_a_full_disk_has_space_again(full_disk: Path) -> None:
     arguments = (
         *("run", "tiny", f"workspace={full_disk}/runs", *SMALL, "--no-server"),
         *("disk.wait_min=0", "disk.hold_s=0"),

@@ -317,10 +317,7 @@ def test_a_worker_is_killed_after_the_grace(workspace: Workspace) -> None:
 # ---------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize(
-    ("failure", "code", "attempts"),
-    [("bug", 70, 2), ("bad_data", 3, 1)],
-)
+@pytest.mark.parametrize(("failure", "code", "attempts"), [("bug", 70, 2), ("bad_data", 3, 1)])
 def test_a_final_failure_blocks(
     workspace: Workspace, failure: str, code: int, attempts: int
 ) -> None:

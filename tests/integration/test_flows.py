@@ -265,11 +265,7 @@ def test_an_automation_begins_a_night_after_a_run(served: Served) -> None:
                 "within": 0,
             },
             "actions": [
-                {
-                    "type": "run-deployment",
-                    "source": "selected",
-                    "deployment_id": target["id"],
-                }
+                {"type": "run-deployment", "source": "selected", "deployment_id": target["id"]}
             ],
         },
     )

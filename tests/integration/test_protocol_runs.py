@@ -47,9 +47,7 @@ def call(folder: Path, name: str) -> list[str]:
     ]
 
 
-def test_a_killed_evaluation_continues_to_the_numbers_of_an_undisturbed_one(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_evaluation_continues_to_the_numbers_of_an_undisturbed_one(tmp_path: Path) -> None:
     words = call(tmp_path, "mine")
     running = start(*words, cwd=tmp_path)
     stage = Stage(tmp_path / "ws", "evaluate")

@@ -40,12 +40,7 @@ from infra.rollouts.servers import (
 from infra.services.process import ListenAddress
 from infra.store.traces import read_metrics
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    Interrupted,
-    KilledError,
-    StageFailed,
-)
+from refiner_core.contract.errors import ConfigurationError, Interrupted, KilledError, StageFailed
 from refiner_core.contract.sections.steering import Resources
 from refiner_core.contract.sections.training import RolloutServerConfig
 from refiner_core.contract.types import Completion, Endpoint, SamplingParams

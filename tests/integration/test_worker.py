@@ -113,7 +113,7 @@ def test_a_killed_job_resumes_when_slurm_restarts_it(workspace: Workspace, start
     assert third.wait(60) == 0
     one, two, three = attempts(workspace)
     assert [a.outcome and a.outcome.failure for a in (one, two, three)] == [
-        *("node_failure", "preempted", "none"),
+        *("node_failure", "preempted", "none")
     ]
     assert [a.restart for a in (one, two, three)] == [0, 1, 2]
     assert [a.node for a in (one, two, three)] == ["n1"] * 3
@@ -146,12 +146,7 @@ def test_a_requeued_job_saves_and_keeps_its_attempt(workspace: Workspace, start:
     ],
 )
 def test_a_signal_saves_and_is_classified(
-    workspace: Workspace,
-    start: Start,
-    says: str,
-    number: signal.Signals,
-    failure: str,
-    count: int,
+    workspace: Workspace, start: Start, says: str, number: signal.Signals, failure: str, count: int
 ) -> None:
     worker = start(scontrol=f"JobId=7 {says}")
     wait_for_step(workspace, 2)

@@ -30,11 +30,7 @@ def findings() -> Iterator[Finding]:
     """All that lacks a docstring, a mark or a description."""
     for module in modules():
         if ast.get_docstring(module.tree) is None and not module.where.startswith(TEXTS):
-            yield Finding(
-                module.where,
-                "no docstring",
-                "describe its input and its output",
-            )
+            yield Finding(module.where, "no docstring", "describe its input and its output")
         yield from _undocumented(module)
         if not module.where.startswith(PRINTING):
             yield from _prints(module)

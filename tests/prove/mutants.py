@@ -52,9 +52,7 @@ NEAREST: dict[str, dict[str, str]] = {
         "infra/hub/target.py": "hub hub_faults",
         "infra/hub/client.py": "hub_errors hub hub_faults",
     },
-    "packing": {
-        "refiner_core/training/batches.py": "batch_order packing shares",
-    },
+    "packing": {"refiner_core/training/batches.py": "batch_order packing shares"},
     "rewards": {
         "refiner_core/rewards/combine.py": "rewards rewards_composition",
         "refiner_core/rewards/compute.py": "rewards reward_stream rewards_composition",
@@ -64,10 +62,7 @@ NEAREST: dict[str, dict[str, str]] = {
         "refiner_core/evaluation/statistics.py": "statistics statistics_truth",
         "refiner_core/evaluation/metric_names.py": "pass_at_k",
     },
-    "power": {
-        "refiner_core/evaluation/power.py": "power",
-        "sweeps/power.py": "sweep_power",
-    },
+    "power": {"refiner_core/evaluation/power.py": "power", "sweeps/power.py": "sweep_power"},
     "dispatch": {
         "infra/orchestrator/reconcile.py": "reconcile",
         "infra/jobs/dispatch.py": "campaign_rounds status cancelling processes",
@@ -98,7 +93,7 @@ EQUIVALENT: dict[str, set[str]] = {
     },
     "refiner_core/evaluation/power.py": {
         # A power, a mean over draws, is no round number.
-        "while _power(high, half, error) [< -> <=] power:",
+        "while _power(high, half, error) [< -> <=] power:"
     },
     "refiner_core/training/batches.py": {
         # The list is cut to max_steps in the end.
@@ -146,7 +141,7 @@ EQUIVALENT: dict[str, set[str]] = {
     "infra/hub/errors.py": {
         # Both are far beyond LONGEST_S.
         "backoff = min(FIRST_S * 2 ** min(failures - 1, [16), "
-        "-> 17),] LONGEST_S) * (0.5 + self.draw())",
+        "-> 17),] LONGEST_S) * (0.5 + self.draw())"
     },
 }
 

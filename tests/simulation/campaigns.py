@@ -214,8 +214,7 @@ class Schedule:
         if not self._running:
             self._call(HOSTS[0], 0.0)
         self.world.run(
-            self.world.now + PATIENCE_S,
-            lambda: self._over() or self.calls - before > CALLS_AFTER,
+            self.world.now + PATIENCE_S, lambda: self._over() or self.calls - before > CALLS_AFTER
         )
         if self.calls - before > CALLS_AFTER:
             raise Violation(f"it took {self.calls - before} calls after the faults had stopped")

@@ -166,10 +166,7 @@ class Stage:
     def trace(self) -> list[tuple[int, dict[str, Any]]]:
         """Every metric of every step of the newest attempt, without what a clock has measured."""
         return [
-            (
-                line.step,
-                {k: v for k, v in line.metrics.items() if not k.startswith(TIMED)},
-            )
+            (line.step, {k: v for k, v in line.metrics.items() if not k.startswith(TIMED)})
             for line in read_metrics(self.attempts[-1] / "metrics.jsonl")
         ]
 

@@ -15,12 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from refiner_core.contract.config import EnvironmentConfig, GrpoConfig, RecipeConfig
-from refiner_core.contract.types import (
-    Completion,
-    GenerationRequest,
-    OnCompletion,
-    SamplingParams,
-)
+from refiner_core.contract.types import Completion, GenerationRequest, OnCompletion, SamplingParams
 from refiner_core.data.prepared import write_prompts
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.protocol import InfrastructureError, Message, Task, row_of_task
@@ -30,13 +25,7 @@ from tests.support.qwen_like import qwen_like
 from tests.support.tiny_training import TrainRun, tiny_model
 
 #: What the model may say: a step, a wide one, an end, an unknown tool, words.
-SAYINGS = (
-    call(by=1),
-    call(by=2),
-    call("finish"),
-    call("shout"),
-    "well",
-)
+SAYINGS = (call(by=1), call(by=2), call("finish"), call("shout"), "well")
 LEANING = torch.tensor([1.5, 1.5, 0.5, 0.0, -0.5])
 
 

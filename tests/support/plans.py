@@ -11,12 +11,7 @@ from infra.jobs.dispatcher import WorkerCommand
 from infra.orchestrator.members import Member, MemberSource
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.workspace import StageClaim, Workspace
-from refiner_core.contract.config import (
-    DiskConfig,
-    DispatchConfig,
-    RecipeConfig,
-    TrackingConfig,
-)
+from refiner_core.contract.config import DiskConfig, DispatchConfig, RecipeConfig, TrackingConfig
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord

@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.errors import KilledError
-from refiner_core.contract.types import (
-    Endpoint,
-    GenerationRequest,
-    SamplingParams,
-)
+from refiner_core.contract.types import Endpoint, GenerationRequest, SamplingParams
 from refiner_core.generation.vllm.client import VllmGenerator
 from refiner_core.generation.vllm.sync import WeightSync
 from tests.support.tiny_training import EOS, tiny_tokenizer

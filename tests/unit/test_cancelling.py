@@ -86,10 +86,7 @@ def test_kills_repeat(
 
 @pytest.mark.parametrize("room_comes_back", [True, False])
 def test_jobs_are_ended_on_a_full_disk(
-    workspace: Workspace,
-    run: RunRecord,
-    monkeypatch: pytest.MonkeyPatch,
-    room_comes_back: bool,
+    workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch, room_comes_back: bool
 ) -> None:
     """The run has no orchestrator and the quota is full: the job must end all the same."""
     scheduler, real = Scheduler([True] * 1000), os.open

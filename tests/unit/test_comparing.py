@@ -128,9 +128,7 @@ def test_other_prompts_are_refused_with_the_odd_ones_named() -> None:
         {"content": "two", "protocol": {**PROTOCOL, "file": "f"}, "protocol_file": "f"},
     ],
 )
-def test_other_prompts_in_one_seed_refuse_its_arm(
-    other: dict[str, Any],
-) -> None:
+def test_other_prompts_in_one_seed_refuse_its_arm(other: dict[str, Any]) -> None:
     made = MadeSweep(("base", "new"))
     for seed in made.seeds:
         made.add("base", seed, {"rubric_score": drawn()})

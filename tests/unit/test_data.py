@@ -348,9 +348,7 @@ words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
-def test_the_mask_covers_exactly_the_words_of_the_assistant(
-    exchanges: list[tuple[str, str]],
-):
+def test_the_mask_covers_exactly_the_words_of_the_assistant(exchanges: list[tuple[str, str]]):
     turns = [turn for q, a in exchanges for turn in (("user", q), ("assistant", a))]
     ids, mask, _ = encode_demonstration(demonstration(*turns), TOKENIZER)
     said = "".join(f"{answer}<|im_end|>" for _, answer in exchanges)

@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 
 from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    EnvironmentOutage,
-    UnsupportedError,
-)
+from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage, UnsupportedError
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.sections.environment import ShapingConfig
 from refiner_core.contract.sections.training import CurriculumConfig
@@ -21,13 +17,7 @@ from refiner_core.environments.protocol import record_from_json
 from refiner_core.environments.scoring import shaped_reward
 from refiner_core.training.grpo import open_turns
 from tests.support.counting import CountingEpisode
-from tests.support.episode_training import (
-    CallingSampler,
-    EpisodeRun,
-    Troubled,
-    recipe,
-    save_inputs,
-)
+from tests.support.episode_training import CallingSampler, EpisodeRun, Troubled, recipe, save_inputs
 
 STEPS = 3
 EPISODES = 6 * STEPS

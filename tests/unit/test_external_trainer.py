@@ -29,12 +29,7 @@ from infra.external.checkpoints import (
     unfinished,
 )
 from infra.external.detection import choose, liveness
-from infra.external.exports import (
-    find_export,
-    link_or_copy,
-    make_model,
-    require_whole,
-)
+from infra.external.exports import find_export, link_or_copy, make_model, require_whole
 from infra.external.process import (
     LineReader,
     OutputLine,

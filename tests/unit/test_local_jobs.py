@@ -45,12 +45,7 @@ def end_of(tmp_path: Path, gpus: int = 0, code: int = 0) -> tuple[str, JobStatus
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "seen"),
-    [
-        ("2,3", 0, ""),
-        ("2,3", 1, "2"),
-        ("", 2, "0,1"),
-    ],
+    ("given", "gpus", "seen"), [("2,3", 0, ""), ("2,3", 1, "2"), ("", 2, "0,1")]
 )
 def test_a_job_sees_the_gpus_it_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, gpus: int, seen: str

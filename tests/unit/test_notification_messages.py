@@ -48,10 +48,7 @@ def test_a_failure_message_begins_with_the_cause_and_its_fix() -> None:
         "data": view("data", "done"),
         "sft": view("sft", "failed", message="needs data"),
         "grpo": view(
-            "grpo",
-            "failed",
-            message="lr is 9. To fix it: set grpo.learning_rate",
-            log="/l/log.txt",
+            "grpo", "failed", message="lr is 9. To fix it: set grpo.learning_rate", log="/l/log.txt"
         ),
         "evaluate": view("evaluate", "blocked", message="needs grpo"),
     }
@@ -170,9 +167,7 @@ def sweep(tmp_path: Path) -> Watched:
     return watched(tmp_path, dict.fromkeys("abcd", "running"), OrchestratorProcess("none"), False)
 
 
-def test_a_sweep_reports_its_first_failed_trial_and_the_others_at_the_end(
-    sweep: Watched,
-) -> None:
+def test_a_sweep_reports_its_first_failed_trial_and_the_others_at_the_end(sweep: Watched) -> None:
     for trial in "abc":
         sweep.supervisor.states[trial] = "failed"
         sweep.watching.show(sweep.supervisor.views())
@@ -299,9 +294,7 @@ def test_a_failed_address_is_reported_without_the_address(
     assert "secret-path" not in str(refused.value) + caplog.text
 
 
-def test_a_failing_plugin_is_reported_without_the_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failing_plugin_is_reported_without_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> str:
         raise KeyError("https://secret-path")
 

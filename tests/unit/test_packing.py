@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from transformers.utils import is_flash_attn_2_available
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.training.batches import (
-    Sample,
-    collate,
-    first_fit,
-    pack_samples,
-    to_device,
-)
+from refiner_core.training.batches import Sample, collate, first_fit, pack_samples, to_device
 from refiner_core.training.model.logprobs import token_scores
 from tests.support.tiny_training import VOCABULARY, tiny_model
 
@@ -97,12 +91,7 @@ SHAPE = [(5, [3, 1, 6]), (2, [4]), (7, [2, 2, 5, 3]), (1, [1, 6])]
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize(
     ("pack_length", "batch_size", "balance"),
-    [
-        (13, 1, None),
-        (20, 3, None),
-        (64, 1, 40.0),
-        (13, 9, 1e9),
-    ],
+    [(13, 1, None), (20, 3, None), (64, 1, 40.0), (13, 9, 1e9)],
 )
 def test_a_packed_sample_has_the_logprobs_it_has_alone(
     attention, share_prompts, pack_length, batch_size, balance

@@ -14,10 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flows.artifacts import (
-    artifacts_of,
-    markdown_table,
-)
+from flows.artifacts import artifacts_of, markdown_table
 from flows.cli.run import stop_on_signals
 from flows.running.console import Console
 from flows.running.foreground import run_shown

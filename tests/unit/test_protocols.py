@@ -252,9 +252,7 @@ def test_every_published_step_is_measured_under_every_protocol() -> None:
     assert {"evaluation-grpo-step10@held-out-greedy-v1", "evaluation-grpo-step10"} < set(inputs)
 
 
-def test_a_served_judge_has_its_own_server_unless_an_equal_one_exists(
-    tmp_path: Path,
-) -> None:
+def test_a_served_judge_has_its_own_server_unless_an_equal_one_exists(tmp_path: Path) -> None:
     serve = "serve: {engine: vllm}, resources: {gpus: 1}"
     own = write(tmp_path, f"judge: {{kind: openai, model: own, {serve}}}", "own")
     shared = write(tmp_path, f"judge: {{kind: openai, model: mine, form: batched, {serve}}}", "sh")

@@ -33,13 +33,7 @@ from refiner_core.contract.config import JudgeConfig, RetryConfig
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import (
-    Attempt,
-    FailureClass,
-    StageRecord,
-    StageResult,
-    StageSpec,
-)
+from refiner_core.contract.records import Attempt, FailureClass, StageRecord, StageResult, StageSpec
 from tests.support.plans import SOURCES, small_config, small_plan
 
 ME, OTHER = "here:1:1.00", "here:2:1.00"

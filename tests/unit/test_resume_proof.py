@@ -15,11 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flows.proving.proof_plan import (
-    PHASES,
-    Trained,
-    draw_points,
-)
+from flows.proving.proof_plan import PHASES, Trained, draw_points
 from flows.proving.runs import as_they_were
 from infra.store.provenance import keep_scratch, new_scratch
 from infra.store.workspace import Workspace
@@ -229,11 +225,7 @@ def test_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("comparisons", "tolerance", "says"),
-    [
-        (SAME, 0.0, "interrupted 3 times"),
-        (NEAR, 0.01, "0.0004"),
-        (FAR, 0.01, "from step 7"),
-    ],
+    [(SAME, 0.0, "interrupted 3 times"), (NEAR, 0.01, "0.0004"), (FAR, 0.01, "from step 7")],
 )
 def test_a_proof_on_a_card_is_checked(
     comparisons: tuple[ProofComparison, ...], tolerance: float, says: str

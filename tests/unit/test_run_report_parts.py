@@ -189,9 +189,7 @@ def test_no_override_shows_a_secret(word: str) -> None:
     assert "abc123xyz" not in masked_overrides([word])[0]
 
 
-def test_secrets_of_the_environment_are_masked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_secrets_of_the_environment_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_WEBHOOK", "https://chat.example/hooks/T01/abc")
     monkeypatch.setenv("OPENAI_API_KEY", "opaque-key-1")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "falsehood")

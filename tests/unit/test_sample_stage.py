@@ -29,11 +29,7 @@ from refiner_core.contract.types import (
     OnCompletion,
     SamplingParams,
 )
-from refiner_core.data.prepared import (
-    load_demonstrations,
-    load_prompts,
-    write_prompts,
-)
+from refiner_core.data.prepared import load_demonstrations, load_prompts, write_prompts
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.protocol import row_of_task
 from refiner_core.judges import LexicalJudge

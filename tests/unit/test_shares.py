@@ -37,8 +37,7 @@ def step_of(groups: list[tuple[int, list[int]]]) -> list[Sample]:
 
 
 GROUPS = st.lists(
-    st.tuples(st.integers(0, 20), st.lists(st.integers(1, 40), min_size=1, max_size=9)),
-    max_size=8,
+    st.tuples(st.integers(0, 20), st.lists(st.integers(1, 40), min_size=1, max_size=9)), max_size=8
 )
 
 

@@ -81,9 +81,7 @@ def test_shared_stages_run_once_and_every_trial_ends(workspace: Workspace) -> No
     assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
 
 
-def test_jobs_of_several_trials_are_submitted_together(
-    workspace: Workspace,
-) -> None:
+def test_jobs_of_several_trials_are_submitted_together(workspace: Workspace) -> None:
     """On a cluster they become one array, and not a call of sbatch each."""
 
     class Counted(Jobs):
@@ -216,9 +214,7 @@ def test_other_trials_continue_past_the_canary_or_where_its_arm_is_the_cause(
     assert set(states.values()) == {"done"}
 
 
-def test_a_measured_training_needs_no_canary(
-    workspace: Workspace,
-) -> None:
+def test_a_measured_training_needs_no_canary(workspace: Workspace) -> None:
     bench(workspace, small_sweep(), SCRIPT).run()
     again = bench(workspace, small_sweep(seeds=(1, 2, 3)), SCRIPT)
     again.orchestrator.begin()
@@ -253,9 +249,7 @@ def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_s
 # ---------------------------------------------------------------- limits
 
 
-def test_a_limit_holds_trials_until_it_is_raised(
-    workspace: Workspace,
-) -> None:
+def test_a_limit_holds_trials_until_it_is_raised(workspace: Workspace) -> None:
     def launched(limit: float) -> Bench:
         plan = on_gpus(small_sweep(limits=Limits(gpu_hours=limit, concurrency=4)), 1)
         jobs = Jobs(workspace, plan, SCRIPT, seconds=3600.0)
@@ -314,9 +308,7 @@ def test_a_stop_saves_running_trials_and_starts_no_more(workspace: Workspace) ->
     assert len(workspace.run_ids()) == 4
 
 
-def test_a_suspended_sweep_lets_running_stages_finish(
-    workspace: Workspace,
-) -> None:
+def test_a_suspended_sweep_lets_running_stages_finish(workspace: Workspace) -> None:
     plan = small_sweep()
     recorded(workspace, plan)
     told = bench(workspace, plan, SCRIPT)
@@ -413,9 +405,7 @@ def test_a_shared_stage_that_was_cancelled_with_one_trial_is_begun_by_the_next(
     assert set(states.values()) == {"done"}
 
 
-def test_a_shared_stage_continues_when_one_of_its_trials_is_cancelled(
-    workspace: Workspace,
-) -> None:
+def test_a_shared_stage_continues_when_one_of_its_trials_is_cancelled(workspace: Workspace) -> None:
     plan = small_sweep(seeds=(1,), limits=Limits(concurrency=2))
     first, second = (t.name for t in plan.trials)
     told = bench(workspace, plan, {**SCRIPT, "sft": (*["wait"] * 8, *TRAINED)})

@@ -14,19 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from refiner_core.contract.errors import (
-    Interrupted,
-    JudgeOutage,
-    StageFailed,
-)
+from refiner_core.contract.errors import Interrupted, JudgeOutage, StageFailed
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.data.prepared import write_prompts
 from refiner_core.judges import LexicalJudge
-from refiner_core.training.rollouts.rollout import (
-    RolloutSample,
-    form_groups,
-    rollout_rows,
-)
+from refiner_core.training.rollouts.rollout import RolloutSample, form_groups, rollout_rows
 from refiner_core.training.rollouts.single_turn import SingleTurnTask
 from refiner_core.training.steps import checkpoint_manager
 from tests.support.threaded_judge import ThreadedJudge

@@ -10,21 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    DataError,
-    StageFailed,
-)
+from refiner_core.contract.errors import ConfigurationError, DataError, StageFailed
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.prepared import write_demonstrations
 from refiner_core.training.sft import train_sft
 from tests.support.stage_io import FolderStageIO
-from tests.support.tiny_training import (
-    demonstrations,
-    recipe,
-    save_data,
-    save_tiny_model,
-)
+from tests.support.tiny_training import demonstrations, recipe, save_data, save_tiny_model
 
 
 @pytest.fixture

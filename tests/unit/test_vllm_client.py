@@ -11,14 +11,8 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.errors import (
-    StageFailed,
-)
-from refiner_core.contract.types import (
-    Completion,
-    GenerationRequest,
-    SamplingParams,
-)
+from refiner_core.contract.errors import StageFailed
+from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
 from refiner_core.generation.completions import completion_text
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.generation.vllm.wire import (
@@ -28,14 +22,7 @@ from refiner_core.generation.vllm.wire import (
     read_completion,
 )
 from tests.support.tiny_training import EOS, furthest, save_tiny_model, tiny_model, tiny_tokenizer
-from tests.support.vllm_fleet import (
-    PLAIN,
-    STOP,
-    USUAL,
-    Fixed,
-    generator,
-    requests,
-)
+from tests.support.vllm_fleet import PLAIN, STOP, USUAL, Fixed, generator, requests
 from tests.support.vllm_server import Served, served
 
 

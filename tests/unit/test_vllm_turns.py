@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 from refiner_core.contract.errors import KilledError
-from refiner_core.contract.types import (
-    Completion,
-    GenerationRequest,
-    SamplingParams,
-    TurnRequest,
-)
+from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams, TurnRequest
 from tests.support.tiny_training import furthest, save_tiny_model, tiny_model
 from tests.support.turn_script import Script
 from tests.support.vllm_fleet import Fixed, generator
@@ -66,9 +61,7 @@ def test_a_slow_tool_delays_no_other_conversation(folder: Path) -> None:
     assert [wait for _, wait, begun in done.asked if begun][-1]
 
 
-def test_no_more_conversations_are_under_way_than_servers_are_asked_at_a_time(
-    folder: Path,
-) -> None:
+def test_no_more_conversations_are_under_way_than_servers_are_asked_at_a_time(folder: Path) -> None:
     done = script()
     with served(folder) as one, served(folder) as two:
         generator(Fixed(one, two), in_flight=1).turns(done)

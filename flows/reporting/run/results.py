@@ -267,10 +267,7 @@ def text_in_training(row: Mapping[str, Any], reward: RewardConfig) -> Row:
 
 
 def _said(
-    row: Mapping[str, Any],
-    model: str,
-    metrics: Mapping[str, float | None],
-    parts: Sequence[Row],
+    row: Mapping[str, Any], model: str, metrics: Mapping[str, float | None], parts: Sequence[Row]
 ) -> Row:
     stored = row.get("judgements")  # as text in files, else as objects
     judgements = (json.loads(stored) if isinstance(stored, str) else stored) or []

@@ -31,9 +31,7 @@ class ModelConfig:
     )
     gradient_checkpointing: bool = execution(False, doc="recompute activations to save memory")
     cpu_threads: int = identity(
-        1,
-        ge=1,
-        doc="threads of one CPU process; another number changes the order of sums",
+        1, ge=1, doc="threads of one CPU process; another number changes the order of sums"
     )
 
 
@@ -76,7 +74,6 @@ class DataConfig:
     )
     synthetic_seed: int = identity(0, doc="seed of the generated facts (not of the split)")
     all_held_out: bool = added(
-        False,
-        doc="hold out every prompt: rows for evaluation only (see `evaluate.protocols`)",
+        False, doc="hold out every prompt: rows for evaluation only (see `evaluate.protocols`)"
     )
     resources: Resources = section(Resources, doc="resources of the data job")

@@ -80,8 +80,7 @@ class RolloutServerConfig:
         (), doc="further arguments of `vllm serve`, e.g. `--gpu-memory-utilization 0.8`"
     )
     weight_transfer: Literal["auto", "reload", "nccl", "ipc"] = execution(
-        "auto",
-        doc="ignored (older recipes): weights go by files in memory (`weights_dir`)",
+        "auto", doc="ignored (older recipes): weights go by files in memory (`weights_dir`)"
     )
     weights_dir: str = execution(
         "/dev/shm", doc="folder in memory for the transfer of weights, not on the quota"
@@ -102,9 +101,7 @@ class RolloutServerConfig:
         "after new weights; default: 1e-3 in float32 and 0.1 in bfloat16",
     )
     max_restarts: int = execution(
-        3,
-        ge=0,
-        doc="limit of replacements of dead or poisoned servers before the stage fails",
+        3, ge=0, doc="limit of replacements of dead or poisoned servers before the stage fails"
     )
 
 
@@ -264,8 +261,7 @@ class GrpoConfig:
         "standard", doc="group mean and population std; mean only; mean and sample std"
     )
     credit: Literal["trajectory", "turn_rewards"] = added(
-        "trajectory",
-        doc="credit of the tokens of an episode: the advantage of the whole",
+        "trajectory", doc="credit of the tokens of an episode: the advantage of the whole"
     )
     mask_truncated_completions: bool = identity(
         False, doc="completions that hit the length limit carry no loss (after group statistics)"
@@ -288,8 +284,7 @@ class GrpoConfig:
         "samples with the newest weights",
     )
     active_sampling: bool = added(
-        False,
-        doc="sample further prompts until a step has its number of groups with spread",
+        False, doc="sample further prompts until a step has its number of groups with spread"
     )
     active_sampling_max_rounds: int = added(
         3,

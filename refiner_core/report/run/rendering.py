@@ -166,10 +166,7 @@ def _table(
 
 
 def _metric_line(
-    metric: str,
-    cells: Mapping[str, Row],
-    change: Row | None,
-    index: Mapping[str, int],
+    metric: str, cells: Mapping[str, Row], change: Row | None, index: Mapping[str, int]
 ) -> dict[str, Any]:
     ends = {m: [printing.finite(c[n]) for n in ("low", "high")] for m, c in cells.items()}
     widths = [high - low for low, high in ends.values() if low is not None and high is not None]

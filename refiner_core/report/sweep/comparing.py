@@ -41,12 +41,7 @@ from refiner_core.report.sweep.numbers import (
     compare_group,
     paired_layouts,
 )
-from refiner_core.report.sweep.sweep_report import (
-    REPORT_VERSION,
-    Comparison,
-    Row,
-    SweepReport,
-)
+from refiner_core.report.sweep.sweep_report import REPORT_VERSION, Comparison, Row, SweepReport
 from refiner_core.report.transcripts import summed
 
 Floats = npt.NDArray[np.float64]
@@ -223,8 +218,7 @@ def choose_primary(
         text = " ".join(filter(None, (model, wanted["protocol"], wanted["decoding"], metric)))
         return None, "", (f"Nothing answers the sweep's question: no evaluation has {text}.",)
     best = max(
-        fitting,
-        key=lambda g: (len(g.arms), g.decoding == "sampled", bool(g.protocol_files - {""})),
+        fitting, key=lambda g: (len(g.arms), g.decoding == "sampled", bool(g.protocol_files - {""}))
     )
     return best, metric, ()
 

@@ -167,10 +167,7 @@ class PlainEngine(Engine):
 
 
 def open_engine(
-    config: RecipeConfig,
-    stage: TrainingStage,
-    model_ref: str,
-    ranks: Ranks | None = None,
+    config: RecipeConfig, stage: TrainingStage, model_ref: str, ranks: Ranks | None = None
 ) -> Engine:
     """The model of ``model_ref``, ready for training by the stage's section.
 

@@ -97,11 +97,7 @@ BUCKET_ELEMENTS = 200_000_000
 
 
 def open_zero_engine(
-    section: SftConfig | GrpoConfig,
-    config: ModelConfig,
-    model_ref: str,
-    ranks: Ranks,
-    device: Any,
+    section: SftConfig | GrpoConfig, config: ModelConfig, model_ref: str, ranks: Ranks, device: Any
 ) -> _ZeroEngine:
     """The model of ``model_ref`` under ``section.deepspeed_stage`` 3, or 2, which is also used for
     1: it shards the gradients too, for the same traffic.
