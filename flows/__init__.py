@@ -7,8 +7,8 @@ same flows show a call from a terminal, in the process ``attach`` (``terminal_ru
 ``worker`` and ``ranks`` and carry out ``stages``. On existing records: ``publishing``, ``cards``,
 ``reporting``, ``rescoring``, ``diffing``, ``why``, ``proving``, ``nightly``, ``frames``;
 ``stored`` finds outputs of stages. On the machine: ``disk``, ``doctor``, ``certify``, ``judges``,
-``tracking``, ``adopting``. ``starting`` makes recipes; ``ensuring`` makes stages tasks of your own
-flow (``from flows import begin_run, ensure``). ``tests/lint/arrows.py`` has the allowed imports
+``tracking``, ``adopting``. ``starting`` makes recipes; ``ensure_task`` makes stages tasks of your
+own flow (``from flows import begin_run, ensure``). ``tests/lint/arrows.py`` has the allowed imports
 between packages.
 """
 

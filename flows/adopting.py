@@ -1,4 +1,4 @@
-"""Adopts a checkpoint of a foreign trainer's dead run as a finished stage.
+"""Adopts a checkpoint of an external trainer's dead run as a finished stage.
 
 In: its folder. Out: a JSON-ready report, records in the workspace, and a recipe that publishes (and
 evaluates) the checkpoint. It becomes a `command` stage with the checkpoint as its output,
@@ -64,7 +64,7 @@ def adopt_run(
     how: How = "link",
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Adopt a checkpoint of a foreign trainer's dead run.
+    """Adopt a checkpoint of an external trainer's dead run.
 
     Parameters
     ----------

@@ -110,9 +110,7 @@ def findings_json(findings: Sequence[CheckResult]) -> dict[str, Any]:
     return {
         "version": 1,
         "works": all(f.ok for f in findings),
-        "findings": [
-            {**asdict(f), "mend": f.fix} for f in findings
-        ],  # `mend` is the former name of `fix`
+        "findings": [{**asdict(f), "mend": f.fix} for f in findings],  # mend: former name
     }
 
 

@@ -327,7 +327,7 @@ def play_task(
     *,
     task: str | None = None,
     seed: int = 0,
-    receive: Callable[[Sequence[Message]], None] = lambda messages: None,
+    hear: Callable[[Sequence[Message]], None] = lambda messages: None,
 ) -> PlayedTask:
     """Play a task with given tool calls, until it is over or there are no more.
 
@@ -341,7 +341,7 @@ def play_task(
         Its id (default: the first).
     seed
         Seed of the episode.
-    receive
+    hear
         Receives the messages, at the beginning and after each call.
 
     Returns
@@ -358,10 +358,10 @@ def play_task(
     chosen = find_task(tasks, task)
     episode = environment.episode(chosen)
     try:
-        receive(episode.reset(seed))
+        hear(episode.reset(seed))
         for call in calls:
             step = episode.step(call)
-            receive(step.messages)
+            hear(step.messages)
             if step.done:
                 break
         return PlayedTask(chosen, episode.outcome())

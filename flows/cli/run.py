@@ -251,7 +251,7 @@ def _outputs(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
 def _kept(outcome: RunOutcome) -> Iterator[str]:
     """Rows kept and dropped by the data stage, with reasons; attempts kept by the sample stage."""
     data = outcome.views.get("data")
-    report = data.report if data is not None else {}  # a foreign trainer has its own data
+    report = data.report if data is not None else {}  # an external trainer has its own data
     for which, label in (("sft", "demonstrations"), ("rl", "prompts")):
         counts = report.get(which) or {}
         if counts.get("read"):

@@ -319,10 +319,10 @@ def play_environment_command(
     for tool in environment.tools(task.domain):
         click.echo(f"  {_signature(tool.name, tool.parameters)}  {tool.description}")
 
-    def receive(messages: Sequence[Message]) -> None:
+    def hear(messages: Sequence[Message]) -> None:
         print_lines(f"{message.role}: {message.content}" for message in messages)
 
-    outcome = play_task(name, _calls(), overrides, task=task.id, seed=seed, receive=receive).outcome
+    outcome = play_task(name, _calls(), overrides, task=task.id, seed=seed, hear=hear).outcome
     click.echo(f"\nreward {outcome.reward:g}" + (f", {outcome.failure}" if outcome.failure else ""))
     for check in outcome.checks:
         mark = "done" if check.passed else "missing"

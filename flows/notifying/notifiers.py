@@ -104,8 +104,8 @@ class _CallNotifier(CallObserver):
 
     def _look(self, views: Mapping[str, StageView]) -> None:
         """Send messages for changes. ARM/seed1/grpo is a stage of the trial ARM/seed1."""
-        sights = {" ".join(name.rsplit("/", 1)): status_of(view) for name, view in views.items()}
-        for pause in self._pauses.look(sights, self._clock(), quiet=self._sender.quiet):
+        states = {" ".join(name.rsplit("/", 1)): state_of(view) for name, view in views.items()}
+        for pause in self._pauses.look(states, self._clock(), quiet=self._sender.quiet):
             self._tell(words.paused(self.topic, *pause))
 
     @abstractmethod
@@ -170,7 +170,7 @@ def _waited_in_vain(view: StageView) -> bool:
     return view.state == "interrupted" and view.message.startswith("needs ")
 
 
-def status_of(view: StageView) -> StageState:
+def state_of(view: StageView) -> StageState:
     """State of a stage, with the cause if it is paused."""
     cause = paused_after(view.message) if view.state in ("paused", "waiting") else ""
     return StageState(cause or ("disk_full" if view.state == "paused" else ""), view.message)

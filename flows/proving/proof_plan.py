@@ -130,7 +130,7 @@ def plan_resume_proofs(
             f"Recipe {recipe} has no stage {wanted} that could be proven.",
             expected=f"a recipe that trains with refiner; its stages are "
             f"{', '.join(whole.config.stages)}",
-            fix="name another recipe or --stage (the resume of a foreign trainer cannot be proven)",
+            fix="name another recipe or --stage (an external trainer's resume cannot be proven)",
         )
     # Each interruption has a phase of a step to itself; the last step may end unseen.
     most = min(len(PHASES[kind]) for kind in kinds) * (steps - 1)

@@ -261,7 +261,7 @@ def _provenance(workspace: Workspace, made: Lineage, began: RunRecord | None) ->
     host = trained.get("host") or {}
     gpus = host.get("gpus") or []
     machine = ", ".join(gpus) or f"{host.get('cpu')}, {host.get('cores')} cores"
-    # The environment of a foreign trainer is unknown, whatever its worker had.
+    # The environment of an external trainer is unknown, whatever its worker had.
     versions = {} if "command" in made.records else trained.get("versions")
     return {
         "commit": code.get("commit"),

@@ -1,6 +1,6 @@
 """Rescoring of stored rollouts: from command line options to files and a table.
 
-``reading`` finds rollouts in a workspace, ``planning`` makes settings from options and counts the
-questions, ``results`` asks judges, computes scores and metrics, writes the files, and formats the
-output.
+``reading`` finds rollouts in a workspace, ``rescore_plan`` makes settings from options and counts
+the questions, ``rescore`` asks judges, computes scores and metrics, writes the files, and formats
+the output.
 """

@@ -1,7 +1,7 @@
 """Functions of the kinds of stages: they connect records and configuration with the science.
 
 One module per kind of stage, or for related kinds: ``data``, ``sampling``, ``evaluating``,
-``export``, ``fetch``, ``foreign`` (foreign trainers). Shared: ``work`` (inputs of a stage, refused
-if they differ from its plan), ``judging`` (a judge with store and servers, and the judge as a
-service).
+``export``, ``fetch``, ``external`` (external trainers). Shared: ``work`` (inputs of a stage,
+refused if they differ from its plan), ``judging`` (a judge with store and servers, and the judge as
+a service).
 """

@@ -1,4 +1,4 @@
-"""The `command` stage: runs and supervises a foreign trainer, and exports its model.
+"""The `command` stage: runs and supervises an external trainer, and exports its model.
 
 In: the work of a ``command`` stage. Out: ``output/model``, and a report with the steps, the command
 and its last printed metrics. Its own checkpoints stay in ``work/`` of the stage's folder, which all
@@ -96,7 +96,7 @@ def _job(work: StageWork) -> TrainerJob:
         model=_model_folder(work) if uses(config.command, "model") else None,
     )
 
-    disk_manager = DiskManager(work.workspace, config.disk, stop_requested_by=io.should_stop)
+    disk_manager = DiskManager(work.workspace, config.disk, stop_requested=io.should_stop)
     ref = AttemptRef(work.stage_id, work.attempt)
     return TrainerJob(
         command=config.command,

@@ -128,8 +128,8 @@ def _failed_by_its_arm(workspace: Workspace, stage: PlannedStage) -> bool:
 def _measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure | None:
     """Measure the first steps of a training stage; None before two steps and a save.
 
-    A shorter stage is measured when it is done. A foreign trainer (``command``) is measured by its
-    progress; its saves are unknown.
+    A shorter stage is measured when it is done. An external trainer (``command``) is measured by
+    its progress; its saves are unknown.
     """
     numbers = workspace.layout.stage(stage.id).attempt_numbers()
     if not numbers:

@@ -157,13 +157,13 @@ class AttemptRun:
             number,
             store,
             on_progress=self.heartbeat.tell,
-            stop_requested_by=lambda: self.stop_requested_by,
+            stop_requested=lambda: self.stop_requested,
             also_log=self.tracker.log,
             wait_for_space=self._wait_for_space,
         )
 
     @property
-    def stop_requested_by(self) -> bool:
+    def stop_requested(self) -> bool:
         """Tell whether a signal, or a note beside the attempt, has asked to save and end."""
         return self._flag.signal is not None or self._stop_noted
 
@@ -255,7 +255,7 @@ class AttemptRun:
             log.error("attempt %d ends; whether it is done is unknown", self.number)
             return outcome
         comes_back = False
-        if self.stop_requested_by or outcome.failure == "interrupted":
+        if self.stop_requested or outcome.failure == "interrupted":
             outcome, comes_back = self._stopped(outcome)
         outcome = detailed(outcome, error, self.step)
         number, name = outcome.errno, errno.errorcode.get(outcome.errno or 0, "unknown")
@@ -335,7 +335,7 @@ class AttemptRun:
         """Free space, or wait for it within a running job's limit; True if there is some."""
         disk = self.config.disk
         deadline = time.monotonic() + disk.hold_s
-        while time.monotonic() < deadline and not self.stop_requested_by:
+        while time.monotonic() < deadline and not self.stop_requested:
             need = self._disk_manager.need_of(self.stage_id)
             if self._disk_manager.free_space(need, self._ref) is not None:
                 self._report_space("write", there=True)
@@ -346,7 +346,7 @@ class AttemptRun:
 
     @functools.cached_property
     def _disk_manager(self) -> DiskManager:
-        """The disk keeper of the workspace, for this attempt."""
+        """The disk manager of the workspace, for this attempt."""
 
         def sleep(seconds: float) -> None:
             self._report_space("save", there=False)
@@ -356,7 +356,7 @@ class AttemptRun:
             self.workspace,
             self.config.disk,
             sleep=sleep,
-            stop_requested_by=lambda: self.stop_requested_by,
+            stop_requested=lambda: self.stop_requested,
         )
 
     # ------------------------------------------------------------ parts
@@ -390,7 +390,7 @@ class AttemptRun:
 
     def _stopped(self, outcome: AttemptOutcome) -> tuple[AttemptOutcome, bool]:
         """The class of a requested stop, and whether the job continues by itself."""
-        asked = self.workspace.stop_requested_by(self.stage_id, self.number)
+        asked = self.workspace.stop_requested(self.stage_id, self.number)
         why = why_stopped(self.job, self._flag.signal, asked)
         if why.failure != "cancelled" and outcome.failure not in _FOLLOWS_FROM_STOPPING:
             return outcome, False  # only a person's request outranks the error

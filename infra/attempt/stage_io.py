@@ -158,7 +158,7 @@ class Heartbeat:
             try:
                 self._on_beat()
             except Exception:  # without a heartbeat, a healthy stage is killed as hung
-                self._complaints.print_line("beat", _CALL, exc_info=True)
+                self._complaints.warn("beat", _CALL, exc_info=True)
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self._began, 3)
@@ -179,7 +179,7 @@ class Heartbeat:
             self.refused = None
         except (OSError, ValueError, TypeError) as error:
             self.refused = error
-            self._complaints.print_line("write", "the heartbeat cannot be written: %s", error)
+            self._complaints.warn("write", "the heartbeat cannot be written: %s", error)
 
 
 #: Metrics of a step that the log shows, if present.
@@ -213,7 +213,7 @@ class AttemptIO:
         checkpoints: CheckpointStore,
         *,
         on_progress: Callable[[Progress], None] = lambda _: None,
-        stop_requested_by: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
         also_log: Callable[[int, Mapping[str, float]], None] = lambda _step, _metrics: None,
         wait_for_space: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -225,7 +225,7 @@ class AttemptIO:
         #: Reports the stage's progress.
         self.progress = on_progress
         #: Tells whether to save at the next step boundary and raise ``Interrupted``.
-        self.should_stop = stop_requested_by
+        self.should_stop = stop_requested
         self._wait_for_space = wait_for_space
         self._metrics: FileIO | None = None
         self._last_step: int | None = None

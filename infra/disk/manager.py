@@ -185,12 +185,12 @@ class DiskManager:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        stop_requested_by: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.workspace, self.config = workspace, config
         ledger = None if config.ledger is None else Path(config.ledger).expanduser().absolute()
         self.ledger = Reservations(workspace, ledger)
-        self._clock, self._sleep, self._stop_asked = clock, sleep, stop_requested_by
+        self._clock, self._sleep, self._stop_asked = clock, sleep, stop_requested
         layout, tools = workspace.layout, _known_tools(workspace, config)
         self._prober = Prober(layout.data, tools, measure=lambda: measure(layout))
         self._look = CopyCheck(clock)

@@ -332,16 +332,16 @@ def statvfs_space(folder: Path, mount: Mount) -> FreeSpace | None:
     )
 
 
-def tightest(space_waits: Sequence[FreeSpace]) -> FreeSpace:
+def tightest(spaces: Sequence[FreeSpace]) -> FreeSpace:
     """The space with the fewest free bytes, combined with the fewest free inodes of all."""
-    if not space_waits:
+    if not spaces:
         return FreeSpace(free_bytes=UNLIMITED, source="nothing")
-    space = min(space_waits, key=lambda r: r.free_bytes)
-    counted = [r.free_inodes for r in space_waits if r.free_inodes is not None]
+    space = min(spaces, key=lambda r: r.free_bytes)
+    counted = [r.free_inodes for r in spaces if r.free_inodes is not None]
     return replace(
         space,
         free_inodes=min(counted, default=None),
-        knows_quota=any(r.knows_quota for r in space_waits),
+        knows_quota=any(r.knows_quota for r in spaces),
     )
 
 
@@ -413,14 +413,14 @@ class Prober:
         """The present free space: the tightest of all that apply."""
         mount = self._mount or mount_of(self.folder)
         base = statvfs_space(existing(self.folder), mount)
-        space_waits = [base] if base is not None else []
+        spaces = [base] if base is not None else []
         for name, probe in (*self._probes(mount), ("disk.limit_gb", _ask_own_limit)):
             try:
                 quotas = probe(self, mount)
-                space_waits += [r for q in quotas if (r := quota_space(name, q)) is not None]
+                spaces += [r for q in quotas if (r := quota_space(name, q)) is not None]
             except (ProbeError, OSError, ValueError, KeyError, IndexError) as error:
                 self._complain(name, error)
-        return tightest(space_waits)
+        return tightest(spaces)
 
     def _probes(self, mount: Mount) -> list[tuple[str, Probe]]:
         if self.config.probe.startswith("command:"):
@@ -436,7 +436,7 @@ class Prober:
         if missing and self.config.probe == "auto":
             log.debug(text, name, error)
         else:
-            self._complaints.print_line(name, text, name, error)
+            self._complaints.warn(name, text, name, error)
 
     def rows(self, parse: Callable[[str], list[Quota]], *command: str) -> list[Quota]:
         """The quotas in one call of a tool. A call that fails is logged and has none: the results

@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,7 +56,7 @@ class CheckResult:
         The subject: one of :data:`AREAS` (``node``: from a compute node); its name in words.
     what
         The finding in a line, with numbers.
-    mend
+    fix
         The one command (or line of a file) that fixes it; empty if nothing needs fixing.
     why
         What needs it, if it is missing or broken.
@@ -72,6 +73,12 @@ class CheckResult:
     def ok(self) -> bool:
         """True if it does not affect the recipe."""
         return self.state != "broken"
+
+    @property
+    def mend(self) -> str:
+        """Former name of ``fix``, for one release."""
+        warnings.warn("finding.mend is finding.fix now", DeprecationWarning, stacklevel=2)
+        return self.fix
 
 
 @dataclass(frozen=True)

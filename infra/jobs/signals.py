@@ -316,7 +316,7 @@ def attempt_to_run(
     lives = holder is not None and (not holder.here or holder.alive)
     if attempt is None or (attempt.outcome is None and lives):
         raise _nothing_to_do(stage_id, newest, "another process of this job works on it")
-    if workspace.stop_requested_by(stage_id, newest) is not None:
+    if workspace.stop_requested(stage_id, newest) is not None:
         raise _nothing_to_do(stage_id, newest, "it was asked to stop")
     if attempt.outcome is None:
         _close(workspace, stage_id, newest, job, ask)

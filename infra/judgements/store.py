@@ -146,7 +146,7 @@ class _Reader:
         try:
             names = [name for name in names_in(self._folder) if is_segment(name)]
         except OSError as error:
-            self._complaints.print_line("folder", "stored judgements cannot be read: %s", error)
+            self._complaints.warn("folder", "stored judgements cannot be read: %s", error)
             return
         for name in names:
             try:
@@ -156,7 +156,7 @@ class _Reader:
                 continue  # deleted
             except OSError as error:
                 text = "stored judgements are skipped: %s"
-                self._complaints.print_line(f"read {error.errno}", text, error)
+                self._complaints.warn(f"read {error.errno}", text, error)
         self._read_to = {name: at for name, at in self._read_to.items() if name in names}
 
     def _added(self, path: Path) -> Iterator[Array]:
@@ -172,7 +172,7 @@ class _Reader:
                 if file.read(HEADER_BYTES)[:_COMPARED] != HEADER[:_COMPARED]:
                     at = sys.maxsize
                     text = "%s is not used: it is not a file of judgements of version %d"
-                    self._complaints.print_line("format", text, path, VERSION)
+                    self._complaints.warn("format", text, path, VERSION)
             while size - at >= RECORD_BYTES:
                 file.seek(at)
                 raw = file.read(min(_CHUNK_BYTES, size - at))
@@ -184,7 +184,7 @@ class _Reader:
                     passed = len(raw) - len(raw) % RECORD_BYTES
                 if damaged := passed // RECORD_BYTES - len(found):
                     text = "%d stored judgements in %s are damaged and skipped"
-                    self._complaints.print_line("damage", text, damaged, path)
+                    self._complaints.warn("damage", text, damaged, path)
                 at += passed
                 yield found
                 if is_end or not passed:
@@ -205,9 +205,7 @@ def keep_small(new: Path, limit_bytes: int, complaints: WarningLog) -> None:
                 path.unlink(missing_ok=True)
                 total, count = total - size, count - 1
         except OSError as error:  # another user's file, in a protected folder
-            complaints.print_line(
-                "upkeep", "the store of judgements cannot be kept small: %s", error
-            )
+            complaints.warn("upkeep", "the store of judgements cannot be kept small: %s", error)
 
 
 _LONGEST_WAIT_S = 0.2
@@ -330,7 +328,7 @@ class WorkspaceStore:
 
     def _trouble(self, error: OSError) -> None:
         self._try_again_at = time.monotonic() + _TRY_AGAIN_S
-        self._complaints.print_line(
+        self._complaints.warn(
             "write",
             "judgements are stored in memory only for now, and would be repeated after a crash: "
             "%s cannot be written to (%s)",

@@ -98,7 +98,7 @@ class Executor:
                     self.workspace.note_scheduler(*ref, liveness.facts)
                 except OSError as error:  # tried again in each round until its outcome is written
                     text = "the scheduler's facts about %s cannot be recorded: %s"
-                    self._complaints.print_line(ref, text, ref, error)
+                    self._complaints.warn(ref, text, ref, error)
 
     # ------------------------------------------------------------ starting
 
@@ -282,7 +282,7 @@ class Executor:
         for member in list(self.members):
             member.note({"event": "stop", "reason": reason})
 
-    def receive(self, member: Member) -> None:
+    def read_requests(self, member: Member) -> None:
         """Read whether a user has cancelled a run, or stages of it, with `refiner cancel`."""
         asked = self.workspace.cancel_asked(member.run.run)
         if asked is None:

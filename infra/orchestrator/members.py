@@ -52,7 +52,7 @@ class EventLog:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"at": now_text(), **event}) + "\n")
         except OSError as error:
-            self._complaints.print_line("log", "the event log cannot be written: %s", error)
+            self._complaints.warn("log", "the event log cannot be written: %s", error)
 
     def write_orchestrator(self, state: str, exit_code: int | None) -> None:
         """Record that this process works on the run, for `refiner status`, `cancel`, `resume`."""

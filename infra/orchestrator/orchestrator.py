@@ -340,7 +340,7 @@ class Orchestrator:
         began, self._look_s = time.thread_time(), 0.0
         for member in due:
             with trouble.at(member):
-                self._actor.receive(member)
+                self._actor.read_requests(member)
         with trouble.at(*due):
             self._look(due, trouble)
         sound = [m for m in due if m not in trouble]

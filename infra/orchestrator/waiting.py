@@ -266,7 +266,7 @@ def retry_with_space(
     action: Callable[[], T],
     disk_manager: DiskManager,
     config: DiskConfig,
-    print_line: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> T:
     """Result of ``action``, as soon as its small files fit on the disk.
 
@@ -285,13 +285,11 @@ def retry_with_space(
         except NoSpaceError as error:
             made = disk_manager.free_space(BEGINNING_BYTES)
             if made is not None and made.bytes:
-                print_line(f"{made.bytes / 2**20:,.1f} MiB were reclaimed for the start.")
+                warn(f"{made.bytes / 2**20:,.1f} MiB were reclaimed for the start.")
                 continue
             if time.monotonic() >= deadline:
                 raise
             if not said:
-                print_line(
-                    f"{error.what}. Waiting for disk space; Ctrl-C leaves, and nothing is lost."
-                )
+                warn(f"{error.what}. Waiting for disk space; Ctrl-C leaves, and nothing is lost.")
             said = True
             time.sleep(_RECHECK_S)

@@ -1,8 +1,8 @@
-"""A program as a child process: started under a minder, read, and ended with all its processes.
+"""A program as a child process: started under a watchdog, read, and ended with all its processes.
 
 In: a shell text and an environment. Out: its output, as bytes from a thread, and its exit code.
-When this process is gone, by kill -9 or with its node, the minder kills everything that the program
-has started.
+When this process is gone, by kill -9 or with its node, the watchdog kills everything that the
+program has started.
 
 Processes of an earlier attempt's program that are left on this host are found by a mark, and
 killed. Children inherit the mark in their environment, and no other process has it; a process
@@ -53,7 +53,7 @@ class ChildProcess:
         read: Callable[[IO[bytes]], None],
         cwd: Path | None = None,
     ) -> None:
-        # -I and -S: the settings are the program's, and must not change its minder.
+        # -I and -S: the settings are the program's, and must not change its watchdog.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(watchdog.__file__)), command],
             env=dict(environment),
@@ -75,7 +75,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the minder, whose session and process group are the program's."""
+        """Process id of the watchdog, whose session and process group are the program's."""
         return self._process.pid
 
     @property
@@ -107,7 +107,7 @@ class ChildProcess:
                 process.wait(grace_s)
         assert process.stdin is not None
         with contextlib.suppress(OSError):
-            process.stdin.close()  # the minder notices that, and kills the rest
+            process.stdin.close()  # the watchdog notices that, and kills the rest
         try:
             process.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -1,13 +1,13 @@
 """The process between a worker and its program, which never outlives the worker.
 
-In: ``python -P minder.py COMMAND``, started in a session of its own with a pipe as standard input
+In: ``python -P watchdog.py COMMAND``, started in a session of its own with a pipe as standard input
 that the worker holds open. Out: the command's exit code (128 + signal for a signal). When the pipe
 closes (the worker is gone, by kill -9 or with its node's memory), all processes of the command are
 killed. When the command ends, its remaining processes get a moment and are then killed; after a
 request to stop, as long as they take to save.
 
-``python -P minder.py --sweep FOLDER`` runs nothing: once the pipe is closed, it removes the folder
-and the servers' shared memory listed in it, which would remain after a kill -9.
+``python -P watchdog.py --sweep FOLDER`` runs nothing: once the pipe is closed, it removes the
+folder and the servers' shared memory listed in it, which would remain after a kill -9.
 
 It imports no package of ours: it runs from its file, whatever the program's environment is.
 """

@@ -356,7 +356,7 @@ class LocalRolloutServers:
         """End one, and free the shared memory that it does not free itself."""
         server.note_memory(self.memory)
         server.stop(grace_s)
-        kill_stale_processes(server.place.mark)  # its minder may have been killed with it
+        kill_stale_processes(server.place.mark)  # its watchdog may have been killed with it
         for path in server.shared:
             path.unlink(missing_ok=True)
         server.shared.clear()

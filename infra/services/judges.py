@@ -3,8 +3,8 @@
 In: a :class:`JudgeServerProcess` (its command, address and key). Out: an :class:`Endpoint`, once it
 has answered a chat request; or an error that quotes the line of its log with the reason. It runs
 under :mod:`infra.process.watchdog` in a session of its own: when this process is gone, by kill -9
-or with its node, the minder kills all processes of the server. Its output goes, without the key, to
-this process's output.
+or with its node, the watchdog kills all processes of the server. Its output goes, without the key,
+to this process's output.
 
 For a workspace: :class:`ServiceStatus` values, for people and scripts; the address and key of a
 running server, for its users. The server's definition is in its stage's record, its address in its
@@ -449,5 +449,5 @@ def end_service(
         return False
     kill_stale_processes(
         workspace.layout.service(service_id)
-    )  # its minder may have been killed, too
+    )  # its watchdog may have been killed, too
     return True

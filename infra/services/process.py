@@ -271,7 +271,7 @@ class ServerProcess(abc.ABC):
 
     @property
     def process(self) -> ProcessId | None:
-        """Its minder, while there is one."""
+        """Its watchdog, while there is one."""
         return ProcessId.of(self._child.pid) if self.code is None and self._child else None
 
     def launch(self, text: str, environment: Mapping[str, str]) -> None:

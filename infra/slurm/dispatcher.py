@@ -38,7 +38,7 @@ from infra.slurm.scheduler import (
     SchedulerView,
     SlurmUnavailable,
 )
-from infra.slurm.states import JobFacts, lost_end, status_of
+from infra.slurm.states import JobFacts, job_status_of, lost_end
 from infra.slurm.submission import Submission, SubmissionUnknown, Submitter, write_missing_pickle
 from infra.store import atomic
 from infra.store.layout import AttemptPaths
@@ -216,7 +216,9 @@ class SlurmDispatcher:
     def _status_of(self, attempt: OpenAttempt, wanted: JobQuery, answer: Answer) -> JobStatus:
         started = attempt.begun
         if isinstance(answer, JobFacts):
-            liveness = status_of(answer, started, lambda: self._printed(attempt.ref, answer.job_id))
+            liveness = job_status_of(
+                answer, started, lambda: self._printed(attempt.ref, answer.job_id)
+            )
             if answer.job_id not in self._ended_by_us or liveness.end is None:
                 return liveness
             # Ended by this process, not cancelled by a person.

@@ -199,7 +199,7 @@ def _state(text: str) -> str:
 # ---------------------------------------------------------------- judging
 
 
-def status_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobStatus:
+def job_status_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobStatus:
     """The sight of a job that Slurm knows.
 
     ``started``: its worker took the attempt; ``printed`` reads the end of its output, and is

@@ -47,7 +47,7 @@ class WarningLog:
     def __init__(self) -> None:
         self._said: set[object] = set()
 
-    def print_line(self, sort: object, text: str, *values: object, exc_info: bool = False) -> None:
+    def warn(self, sort: object, text: str, *values: object, exc_info: bool = False) -> None:
         """Log a warning, at debug level if it was logged before."""
         level = logging.DEBUG if sort in self._said else logging.WARNING
         self._said.add(sort)

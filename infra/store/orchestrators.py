@@ -207,7 +207,7 @@ class Lease:
             atomic.write_json(self._path, {"counter": self._counter}, sync=False)
         except OSError as error:
             text = "the lease %s cannot be renewed: %s"
-            self._complaints.print_line("renew", text, self._path, error)
+            self._complaints.warn("renew", text, self._path, error)
 
     def release(self) -> None:
         """Return the lease; repetition is harmless."""

@@ -196,7 +196,7 @@ class RecordFiles:
         try:
             return self.read_control(path)
         except WorkspaceError as error:
-            self.complaints.print_line(path, "%s", error)
+            self.complaints.warn(path, "%s", error)
             return None
 
     def _set_aside(self, path: Path, why: str) -> None:
@@ -213,10 +213,10 @@ class RecordFiles:
             return  # another process has just done it
         except OSError as error:
             text = "%s; it is left out, and cannot be set aside: %s"
-            self.complaints.print_line(path, text, why, error)
+            self.complaints.warn(path, text, why, error)
             return
         kept = f"kept as {aside.name}" if is_still else "left out"
-        self.complaints.print_line(path, "%s; it is %s", why, kept)
+        self.complaints.warn(path, "%s; it is %s", why, kept)
 
     def _way_out(self, path: Path) -> str:
         """Fix for a damaged file: the least that can be removed, and the consequence."""
@@ -291,9 +291,7 @@ class RunRecords(RecordFiles):
             except WorkspaceError as error:
                 if error.errno is not None:
                     raise
-                self.complaints.print_line(
-                    self.layout.run(run_id).record, "%s; it is left out", error
-                )
+                self.complaints.warn(self.layout.run(run_id).record, "%s; it is left out", error)
 
     # ------------------------------------------------------------ the process that works on it
 

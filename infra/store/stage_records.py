@@ -431,7 +431,7 @@ class StageRecords(RecordFiles):
         value = {"reason": reason, "failure": failure, "at": now_text()}
         return atomic.create_json(self.layout.attempt(stage_id, number).stop, value)
 
-    def stop_requested_by(self, stage_id: str, number: int) -> dict[str, Any] | None:
+    def stop_requested(self, stage_id: str, number: int) -> dict[str, Any] | None:
         """Reason why the worker was asked to end (``reason``, ``failure``); None if it was not."""
         return self.read_control(self.layout.attempt(stage_id, number).stop)
 

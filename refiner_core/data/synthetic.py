@@ -29,8 +29,8 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from refiner_core import formatting
-from refiner_core.formatting import World
+from refiner_core import synthetic_words
+from refiner_core.synthetic_words import World
 
 FLAWS = ("missing_fact", "wrong_citation", "off_query_claim", "format_slip")
 
@@ -99,42 +99,45 @@ def state(fact: _Fact, rng: random.Random) -> str:
 
 def _survey(fact: _Fact, rng: random.Random) -> tuple[str, str, None]:
     """Title and text of a snippet that mentions the question without answering it."""
-    kind = rng.choice(formatting.SURVEY_WORDS)
+    kind = rng.choice(synthetic_words.SURVEY_WORDS)
     text = f"A {kind} looks at the {fact.attribute} of {fact.entity}."
     return f"{fact.entity} {kind}", text, None
 
 
 def _ask(rng: random.Random, world: World) -> tuple[_Fact, ...]:
-    entity, attribute = formatting.draw_name(rng, world), rng.choice(formatting.ATTRIBUTES)
-    first = _Fact(entity, attribute, formatting.draw_value(rng, world))
+    entity, attribute = (
+        synthetic_words.draw_name(rng, world),
+        rng.choice(synthetic_words.ATTRIBUTES),
+    )
+    first = _Fact(entity, attribute, synthetic_words.draw_value(rng, world))
     if rng.random() >= _TWO_FACT_SHARE:
         return (first,)
     other = entity
     if rng.random() < 0.5:
         while other[:3] == entity[:3] or other[3:] == entity[3:]:
-            other = formatting.draw_name(rng, world)
-    attributes = [a for a in formatting.ATTRIBUTES if a != attribute]
-    return first, _Fact(other, rng.choice(attributes), formatting.draw_value(rng, world))
+            other = synthetic_words.draw_name(rng, world)
+    attributes = [a for a in synthetic_words.ATTRIBUTES if a != attribute]
+    return first, _Fact(other, rng.choice(attributes), synthetic_words.draw_value(rng, world))
 
 
 def _distract(rng: random.Random, asked: tuple[_Fact, ...], world: World) -> _Fact:
     """A fact near the question: same entity or same attribute, or neither (one time in six)."""
     near = rng.choice(asked)
-    others = [a for a in formatting.ATTRIBUTES if a not in {fact.attribute for fact in asked}]
-    value = formatting.draw_value(rng, world)
+    others = [a for a in synthetic_words.ATTRIBUTES if a not in {fact.attribute for fact in asked}]
+    value = synthetic_words.draw_value(rng, world)
     draw = rng.random()
     if draw < 0.4:
-        return _Fact(formatting.similar_name(rng, near.entity, world), near.attribute, value)
+        return _Fact(synthetic_words.similar_name(rng, near.entity, world), near.attribute, value)
     if draw < 0.84:
         return _Fact(near.entity, rng.choice(others), value)
-    return _Fact(formatting.draw_name(rng, world), rng.choice(others), value)
+    return _Fact(synthetic_words.draw_name(rng, world), rng.choice(others), value)
 
 
 def fresh_ids(rng: random.Random, count: int, world: World) -> list[str]:
     """``count`` snippet ids, no two of which share a half."""
     ids: list[str] = []
     while len(ids) < count:
-        new = formatting.draw_id(rng, world)
+        new = synthetic_words.draw_id(rng, world)
         if all(new[2:4] != old[2:4] and new[4:] != old[4:] for old in ids):
             ids.append(new)
     return ids

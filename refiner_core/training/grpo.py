@@ -145,15 +145,15 @@ def train_grpo(
     prompts = load_prompts(data_dir / TRAIN_FILE)
     prompt_batch(config.seed, len(prompts), config.grpo.num_unique_prompts_rollout, 0)
     samples = ranks.rank == 0 or config.grpo.generation_backend != "vllm"
-    lane = open_turns(config, judge=judge, environment=environment, samples=samples)
-    lane.check(prompts)
+    turn_task = open_turns(config, judge=judge, environment=environment, samples=samples)
+    turn_task.check(prompts)
     with ExitStack() as stack:
         engine = open_engine(config, "grpo", model_ref, ranks)
-        check_positions(engine.model.config, longest_of(lane, prompts, config.grpo))
+        check_positions(engine.model.config, longest_of(turn_task, prompts, config.grpo))
         policy = _open_policy(config, engine, model_ref, generator, open_servers, stack)
         reference = engine.reference(model_ref) if config.grpo.beta else None
-        update = GrpoUpdate(engine, reference, config.grpo, config.seed, longest=lane.longest)
-        run = _GrpoRun(config, prompts, update, policy, RanksIO(io, ranks), judge, lane)
+        update = GrpoUpdate(engine, reference, config.grpo, config.seed, longest=turn_task.longest)
+        run = _GrpoRun(config, prompts, update, policy, RanksIO(io, ranks), judge, turn_task)
         stack.callback(run.rollouts.close)
         with run.checkpoints:
             run.train()
@@ -228,16 +228,16 @@ class _GrpoRun:
         policy: Policy,
         io: RanksIO,
         judge: Judge | None,
-        lane: SingleTurnTask,
+        turn_task: SingleTurnTask,
     ) -> None:
         grpo = config.grpo
-        self.config, self.grpo, self.judge, self.lane = config, grpo, judge, lane
+        self.config, self.grpo, self.judge, self.turn_task = config, grpo, judge, turn_task
         self.prompts, self.update, self.engine = prompts, update, update.engine
         self.io, self.ranks, self.health = io, io.ranks, update.health
         self.step = 0
         self.batch: RolloutBatch | None = None  # of the current step; rank 0 only
         self.rollouts = Pipeline(
-            *(config, prompts, self.engine, policy, lane),
+            *(config, prompts, self.engine, policy, turn_task),
             progress_reporter(self._report, turns=bool(config.environment.name)),
         )
         self.checkpoints = CheckpointManager(
@@ -253,10 +253,10 @@ class _GrpoRun:
             "cursor": 0,
             "episode": 0,
             "tokens": 0,
-            "counts": dict.fromkeys((*COUNTS, *lane.counts), 0),
-            "curves": {name: [] for name in (*CURVES, *lane.curves)},
+            "counts": dict.fromkeys((*COUNTS, *turn_task.counts), 0),
+            "curves": {name: [] for name in (*CURVES, *turn_task.curves)},
         }
-        lane.restore(self.progress)
+        turn_task.restore(self.progress)
         self.health.restore(self.progress.get("health"))
         position = (self.progress["epoch"], self.progress["cursor"])
         kept = self.checkpoints.attachment(IN_FLIGHT)
@@ -280,7 +280,7 @@ class _GrpoRun:
             metrics.update(self.engine.memory())
             metrics.update(self.checkpoints.metrics())
             if self.batch is not None:
-                self.io.save_rollouts(step, self.lane.rows(step, self.batch))
+                self.io.save_rollouts(step, self.turn_task.rows(step, self.batch))
             self.io.log_metrics(step, metrics)
             shown = {name: metrics[name] for name in ("scores",) if name in metrics}
             self.checkpoints.after(step, self.progress, shown, partial(self._in_flight, step))
@@ -290,7 +290,7 @@ class _GrpoRun:
         return {
             **progress_report(self.progress),
             "prompts": len(self.prompts),
-            **self.lane.report(),
+            **self.turn_task.report(),
         }
 
     # ------------------------------------------------------------ one step
@@ -306,10 +306,10 @@ class _GrpoRun:
 
     def _grouped(self, pending: PendingBatch) -> _Rollouts:
         """Groups and advantages, on rank 0."""
-        grpo, lane = self.grpo, self.lane
-        self.batch = batch = lane.groups(pending.samples, pending.results)
+        grpo, turn_task = self.grpo, self.turn_task
+        self.batch = batch = turn_task.groups(pending.samples, pending.results)
         metrics = {
-            **lane.metrics(batch),
+            **turn_task.metrics(batch),
             "samples/dropped_stale": self.rollouts.dropped_stale,
             "val/policy_age": pending.age,
         }
@@ -323,7 +323,7 @@ class _GrpoRun:
             len(batch.samples),
             sum(sum(own_tokens(sample.completion)) for sample in batch.samples),
             sum(lengths) + sum(len(s.prompt.prompt_ids) for s in batch.samples),
-            lane.attempts(batch),
+            turn_task.attempts(batch),
         )
 
     def _train_on(self, rollouts: _Rollouts, step: int, clock: StepTimer) -> dict[str, float]:
@@ -357,10 +357,10 @@ class _GrpoRun:
         progress["episode"] += rollouts.size
         progress["tokens"] += rollouts.response_tokens
         progress["health"] = self.health.state()
-        self.lane.count(progress, rollouts.attempts)
-        for name in (*COUNTS, *self.lane.counts):
+        self.turn_task.count(progress, rollouts.attempts)
+        for name in (*COUNTS, *self.turn_task.counts):
             progress["counts"][name] = progress["counts"].get(name, 0) + metrics[name]
-        for name in (*CURVES, *self.lane.curves):  # one entry per step; None without a number
+        for name in (*CURVES, *self.turn_task.curves):  # one entry per step; None without a number
             value = metrics.get(name, math.nan)
             progress["curves"][name].append(value if math.isfinite(value) else None)
         metrics.update(training_step=step, episode=progress["episode"], epoch=progress["epoch"])

@@ -93,11 +93,11 @@ for reward in (RewardConfig(), RewardConfig(brevity_weight=0.5)):
 
 
 STATE = """
-from infra.slurm.states import facts_of, status_of
+from infra.slurm.states import facts_of, job_status_of
 
 for state in ("EXPEDITED", "UNHEARD_OF"):
     facts = facts_of({"state": state, "id": "7"}, "squeue")
-    status = status_of(facts, True, lambda: "")
+    status = job_status_of(facts, True, lambda: "")
     print(status.liveness, status.running, facts.rule.words, sep="|")
 """
 _WEIGHT = 'identity(0.0, doc="of the term for short answers", legacy_value=0.0)'

@@ -196,7 +196,7 @@ def test_kill_9_of_the_worker_ends_all_and_resumes(tmp_path: Path, undisturbed: 
     story = Story(tmp_path / "ws", " --step_s 0.1 --child")
     worker = story.begin()
     until(has_reached(story, 6), "step 6")
-    assert len(story.processes()) >= 3  # the minder, the trainer and its background process
+    assert len(story.processes()) >= 3  # the watchdog, the trainer and its background process
     worker.send_signal(signal.SIGKILL)
     worker.wait()
     until(lambda: not story.processes(), "the trainer to be gone")

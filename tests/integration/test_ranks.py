@@ -139,7 +139,7 @@ def test_a_killed_worker_leaves_no_process_behind(workspace: Workspace, start: S
     rank(workspace, 1)
     wait_until(lambda: saved(workspace), "a checkpoint", 90)
     family = [ProcessId.of(p.pid) for p in launched_for(worker.pid)]
-    assert len(family) >= 5, "worker, minder, agent, two ranks"
+    assert len(family) >= 5, "worker, watchdog, agent, two ranks"
     worker.kill()
     worker.wait(30)
     for process in family:

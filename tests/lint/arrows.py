@@ -30,7 +30,7 @@ LAYERS: Mapping[str, Sequence[str]] = {
         *(
             "contract",
             "http",
-            "formatting",
+            "synthetic_words",
             "answers",
             "judges",
             "rubrics",

@@ -243,7 +243,7 @@ def run_sft(
     io = TellingIO(
         *(paths, number, store),
         on_progress=lambda progress: done.append(progress.done),
-        stop_requested_by=lambda: stop_after is not None and stop_after in done,
+        stop_requested=lambda: stop_after is not None and stop_after in done,
     )
     try:
         report = train_sft(

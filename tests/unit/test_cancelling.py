@@ -73,7 +73,7 @@ def test_a_job_that_lives_on_is_not_closed(
     attempt = workspace.read_attempt(run.stages["data"], 1)
     assert attempt is not None
     assert attempt.outcome is None
-    assert workspace.stop_requested_by(run.stages["data"], 1) is not None, "its worker reads that"
+    assert workspace.stop_requested(run.stages["data"], 1) is not None, "its worker reads that"
 
 
 def test_kills_repeat(
@@ -155,4 +155,4 @@ def test_a_cancelled_call_leaves_stages_of_another_call(workspace: Workspace) ->
     assert campaign.step(), "the call itself is over"
     view = campaign.views()["data"]
     assert (view.state, other.run in view.message) == ("interrupted", True)
-    assert workspace.stop_requested_by(stage.id, 1) is None
+    assert workspace.stop_requested(stage.id, 1) is None

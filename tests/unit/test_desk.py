@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from refiner_core import formatting as world
+from refiner_core import synthetic_words as world
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, vocabulary

@@ -270,7 +270,7 @@ def test_a_reservation_holds_for_its_block_and_waits_for_space(workspace: Worksp
 def test_a_reservation_that_does_not_fit_is_refused(workspace: Workspace, stopped: bool) -> None:
     ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
     config = space_for(workspace, 2 * MIB, hold_s=999.0 if stopped else 0.1).config
-    disk_manager = DiskManager(workspace, config, stop_requested_by=lambda: stopped)
+    disk_manager = DiskManager(workspace, config, stop_requested=lambda: stopped)
     with pytest.raises(NoSpaceError, match=r"4\.0 MiB"), disk_manager.reserve(ref, 4 * MIB):
         pytest.fail("it does not fit")
     assert list(disk_manager.ledger.folder.iterdir()) == []
@@ -500,7 +500,7 @@ def test_weights_stay_when_the_copy_is_not_what_was_published(
     assert read_reclaimed(workspace.layout.stage(sft)) is None
 
 
-# ---------------------------------------------------------------- foreign trainers
+# ---------------------------------------------------------------- external trainers
 
 
 def own_trainer(workspace: Workspace, *steps: int, keep: int = 2) -> tuple[str, Path]:

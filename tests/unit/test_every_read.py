@@ -146,9 +146,9 @@ def test_a_heartbeat_goes_on(begun: Path, tmp_path: Path, monkeypatch: pytest.Mo
     with reads.mounted(), run:
         wait_until(lambda: len(reads.operations) > 40 and beats() > 3, "a heartbeat", 60)
         workspace.request_stop_of(STAGE.id, 2, "interrupted", "a test")
-        assert not run.stop_requested_by
+        assert not run.stop_requested
         reads.fix()
-        wait_until(lambda: run.stop_requested_by, "the request", 60)
+        wait_until(lambda: run.stop_requested, "the request", 60)
         run.fail(Interrupted("stopped"))
 
 

@@ -64,7 +64,7 @@ class Attempt:
             1,
             self.store,
             on_progress=self.told.append,
-            stop_requested_by=lambda: self.stop,
+            stop_requested=lambda: self.stop,
             wait_for_space=lambda: True,
         )
         self.bridge = Bridge(self.io)

@@ -13,8 +13,8 @@ from infra.slurm.states import (
     end_of,
     facts_of,
     facts_of_accounts,
+    job_status_of,
     lost_end,
-    status_of,
 )
 
 # Every state of Slurm 22.05 to 25.05 (`man squeue`, JOB STATE CODES; `man sacct`).
@@ -33,7 +33,7 @@ IMPORT = "ModuleNotFoundError: No module named 'x'\n" + EXIT_3.replace("3.", "1.
 
 
 def liveness(state: str, reason: str = "", **more: Any) -> Any:
-    return status_of(JobFacts("7", state, reason, **more), True, lambda: "")
+    return job_status_of(JobFacts("7", state, reason, **more), True, lambda: "")
 
 
 def test_the_table_has_every_state() -> None:

@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from refiner_core import formatting
+from refiner_core import synthetic_words
 from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.data.truth import score_truth
@@ -76,7 +76,7 @@ def test_a_demonstration_is_perfect_exactly_where_it_has_no_flaw():
 
 
 def test_the_halves_of_the_world_share_no_name_value_or_id():
-    for draw in (formatting.draw_name, formatting.draw_value, formatting.draw_id):
+    for draw in (synthetic_words.draw_name, synthetic_words.draw_value, synthetic_words.draw_id):
         rng = random.Random(0)
         task = {draw(rng, "task") for _ in range(5000)}
         pretrain = {draw(rng, "pretrain") for _ in range(5000)}

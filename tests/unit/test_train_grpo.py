@@ -264,10 +264,10 @@ class Saying:
 
 def sampled(sampler: Saying) -> list[RolloutSample]:
     """What the step makes of a sampler's completions of one prompt."""
-    lane, tokenizer, made = SingleTurnTask(recipe(), None), tiny_tokenizer(), {}
-    wanted = lane.wanted(prompts(9), 1, (0,))
-    lane.sample(sampler, tokenizer, wanted, made.__setitem__)
-    return [lane.read(tokenizer, one, made[place]) for place, one in enumerate(wanted)]
+    turn_task, tokenizer, made = SingleTurnTask(recipe(), None), tiny_tokenizer(), {}
+    wanted = turn_task.wanted(prompts(9), 1, (0,))
+    turn_task.sample(sampler, tokenizer, wanted, made.__setitem__)
+    return [turn_task.read(tokenizer, one, made[place]) for place, one in enumerate(wanted)]
 
 
 @pytest.mark.parametrize(

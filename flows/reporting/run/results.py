@@ -167,7 +167,7 @@ _ALSO = (
     *("episodes/success", "episodes/partial", "episodes/turns"),
     *("policy/entropy_avg", "grad_norm", "learning_rate"),
 )
-#: Metrics of a foreign trainer, which has its own names.
+#: Metrics of an external trainer, which has its own names.
 _MOST_FOREIGN = 12
 MOST_POINTS = 400
 #: A metric with values at more than this share of steps is expected at every step.

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from refiner_core.environments.desk import vocabulary
 from refiner_core.environments.protocol import ToolSpec
-from refiner_core.formatting import draw_id, draw_name, draw_value
+from refiner_core.synthetic_words import draw_id, draw_name, draw_value
 
 #: Tables of records, by table and key.
 Tables = dict[str, dict[str, dict[str, Any]]]

@@ -20,7 +20,7 @@ from refiner_core.environments.desk.domain import FINISH, HAND_OVER, SPEAK
 from refiner_core.environments.desk.episode import DeskEpisode, solution_of
 from refiner_core.environments.desk.tasks import COUNTS, DOMAINS, VERSION, own_tasks
 from refiner_core.environments.protocol import Task, ToolCall, ToolSpec
-from refiner_core.formatting import draw_id
+from refiner_core.synthetic_words import draw_id
 
 Calls = list[ToolCall]
 _FINISH = ToolCall(FINISH, {})

@@ -3,9 +3,9 @@
 In: nothing. Out: phrases for tasks, users and experts, and :data:`VOCABULARY`.
 
 All texts of the desk (policies, tools, results, words of users and experts) consist of
-:data:`WORDS` and :data:`PIECES`, names, ids and values from :mod:`refiner_core.formatting`, and
-two-digit numbers. So a tokenizer of whole words that knows these reads an episode in few tokens;
-a test checks the texts against the lists.
+:data:`WORDS` and :data:`PIECES`, names, ids and values from :mod:`refiner_core.synthetic_words`,
+and two-digit numbers. So a tokenizer of whole words that knows these reads an episode in few
+tokens; a test checks the texts against the lists.
 """
 
 from __future__ import annotations

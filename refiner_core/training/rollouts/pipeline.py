@@ -189,12 +189,12 @@ class Pipeline:
         prompts: Sequence[PromptRow],
         engine: Engine,
         policy: Policy,
-        lane: SingleTurnTask,
+        turn_task: SingleTurnTask,
         tell: Tell,
     ) -> None:
         self.config, self.grpo, self.prompts = config, config.grpo, prompts
         self.engine, self.policy, self.ranks = engine, policy, engine.ranks
-        self.lane = lane
+        self.turn_task = turn_task
         self._tell = tell
         self.behind = config.grpo.async_steps
         self.last = config.grpo.num_training_steps
@@ -320,7 +320,7 @@ class Pipeline:
         pending = PendingBatch(value["step"], value["version"], value["epoch"], value["cursor"])
         pending.settled = value["settled"]
         for part in value["rounds"]:
-            wanted = self.lane.wanted(self.prompts, pending.step, part["prompts"])
+            wanted = self.turn_task.wanted(self.prompts, pending.step, part["prompts"])
             pairs = zip(wanted, part["samples"], strict=True)
             samples = [self._read(one, _completion_again(*values)) for one, values in pairs]
             results = part["results"]
@@ -400,9 +400,9 @@ class Pipeline:
     ) -> None:
         """Sample a further round of a batch, in the thread or synchronously."""
         pending.epoch, pending.cursor = self._position
-        part = _SamplingRound(indices, self.lane.wanted(self.prompts, pending.step, indices))
+        part = _SamplingRound(indices, self.turn_task.wanted(self.prompts, pending.step, indices))
         if self.ranks.rank == 0:
-            part.rewards = self.lane.rewards(patient=self.behind > 0)
+            part.rewards = self.turn_task.rewards(patient=self.behind > 0)
         pending.rounds.append(part)
         work = partial(self._work, pending, part, self._share(part))
         if beside:
@@ -418,7 +418,7 @@ class Pipeline:
             part.future.set_exception(error)
 
     def _read(self, wanted: PlannedSample, completion: Completion) -> RolloutSample:
-        return self.lane.read(self.engine.tokenizer, wanted, completion)
+        return self.turn_task.read(self.engine.tokenizer, wanted, completion)
 
     def _share(self, part: _SamplingRound) -> list[int]:
         """Places that this rank samples: whole groups, so that each prompt is encoded once."""
@@ -442,14 +442,14 @@ class Pipeline:
             place = places[number]
             if part.rewards is not None:
                 part.read[place] = self._read(part.wanted[place], completion)
-                self.lane.ask(part.rewards, {place: part.read[place]})
+                self.turn_task.ask(part.rewards, {place: part.read[place]})
             part.made[place] = completion
             if tell:
                 self._tell("generate", len(part.made), len(places))
 
         if places:
             wanted = [part.wanted[place] for place in places]
-            self.lane.sample(self.policy, self.engine.tokenizer, wanted, finished)
+            self.turn_task.sample(self.policy, self.engine.tokenizer, wanted, finished)
         pending.seconds += time.perf_counter() - started
 
     def _worker(self) -> ThreadPoolExecutor:
@@ -501,7 +501,7 @@ class Pipeline:
             for place, wanted in enumerate(part.wanted)
         ]
         if part.rewards is not None:
-            self.lane.ask(part.rewards, dict(enumerate(part.samples)))
+            self.turn_task.ask(part.rewards, dict(enumerate(part.samples)))
 
     def _judge_round(self, pending: PendingBatch, part: _SamplingRound) -> None:
         def ask() -> None:
@@ -509,7 +509,9 @@ class Pipeline:
                 return
             rewards, part.rewards = part.rewards, None
             self._tell("judge", 0, 0)
-            part.results = self.lane.results(rewards, part.samples, partial(self._tell, "judge"))
+            part.results = self.turn_task.results(
+                rewards, part.samples, partial(self._tell, "judge")
+            )
 
         try:
             on_first(self.ranks, ask)
@@ -534,5 +536,5 @@ class Pipeline:
         pending.settled = True
 
     def _kept(self, pending: PendingBatch) -> int:
-        batch = self.lane.groups(pending.samples, pending.results)
+        batch = self.turn_task.groups(pending.samples, pending.results)
         return sum(group.dropped is None for group in batch.groups)

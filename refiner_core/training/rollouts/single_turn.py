@@ -155,7 +155,7 @@ def sampled(
     )
 
 
-def longest_of(lane: SingleTurnTask, prompts: Sequence[PromptRow], grpo: GrpoConfig) -> int:
+def longest_of(turn_task: SingleTurnTask, prompts: Sequence[PromptRow], grpo: GrpoConfig) -> int:
     """The most tokens of one of these prompts and its rollout together."""
-    longest = max(len(row.prompt_ids) for row in prompts) + lane.longest
+    longest = max(len(row.prompt_ids) for row in prompts) + turn_task.longest
     return min(longest, grpo.max_token_length)
