@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import yaml
 
-from infra.external.detection import DetectedCheckpoint, choose, liveness, prove
+from infra.external.detection import DetectedCheckpoint, choose, detect, prove
 from infra.external.exports import copy, link, missing_in, model_files, open_file
 from infra.host.processes import ProcessId
 from infra.store import atomic
@@ -100,7 +100,7 @@ def adopt_run(
     """
     place = Path(folder).expanduser().absolute()
     _refuse_ours(place)
-    found = prove(liveness(place), step)
+    found = prove(detect(place), step)
     chosen = None if dry_run and not any(s.usable for s in found) else choose(found, step)
     given = {key: value for key, _, value in (o.partition("=") for o in overrides)}
     root = given.get("workspace", RecipeConfig.workspace)

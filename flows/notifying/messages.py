@@ -39,7 +39,7 @@ class Pauses:
         self._told: set[str] = set()
 
     def look(
-        self, sights: Mapping[str, StageState], now: float, *, quiet: bool = False
+        self, statuses: Mapping[str, StageState], now: float, *, quiet: bool = False
     ) -> list[tuple[str, list[str], str]]:
         """New pauses: cause, paused stages, and the reason of the last; ``now`` in seconds.
         ``quiet``: report none yet."""
@@ -48,13 +48,13 @@ class Pauses:
             del self._seen[cause], self._began[cause]
             self._told.discard(cause)
         stages: dict[str, list[str]] = {}
-        for stage, liveness in sights.items():
-            if liveness.cause:
-                stages.setdefault(liveness.cause, []).append(stage)
-                self._began.setdefault(liveness.cause, now)
-                self._seen[liveness.cause] = now
+        for stage, status in statuses.items():
+            if status.cause:
+                stages.setdefault(status.cause, []).append(stage)
+                self._began.setdefault(status.cause, now)
+                self._seen[status.cause] = now
         new_events = [
-            (cause, some, sights[some[-1]].reason)
+            (cause, some, statuses[some[-1]].reason)
             for cause, some in stages.items()
             if now - self._began[cause] >= self._moment_s and cause not in self._told and not quiet
         ]

@@ -251,24 +251,24 @@ def _interrupt(
     phase that ends unseen is replaced by the next possible moment."""
     waiting, made, after = list(one.points), list[Interruption](), 0
     while waiting and not over.wait(_LOOK_S) and not paths.result.exists():
-        point, liveness = waiting[0], _look(paths, one.kind)
-        if liveness is None or liveness.attempt <= after or liveness.step < point.step:
+        point, status = waiting[0], _look(paths, one.kind)
+        if status is None or status.attempt <= after or status.step < point.step:
             continue
-        if liveness.step == point.step and liveness.phase != point.phase:
+        if status.step == point.step and status.phase != point.phase:
             continue
         time.sleep(point.delay_s)
-        after = liveness.attempt  # also if it had just ended
-        if not liveness.worker.alive:
+        after = status.attempt  # also if it had just ended
+        if not status.worker.alive:
             continue
         if point.how == "stop":
-            liveness.worker.terminate()
+            status.worker.terminate()
         else:
-            liveness.worker.kill_group()
-            if not liveness.worker.wait_ended(30.0):
+            status.worker.kill_group()
+            if not status.worker.wait_ended(30.0):
                 continue
-        last = _look(paths, one.kind) or liveness  # its last report
-        if last.attempt == liveness.attempt and not paths.result.exists():
-            made.append(Interruption(last.step, last.phase, point.how, liveness.attempt))
+        last = _look(paths, one.kind) or status  # its last report
+        if last.attempt == status.attempt and not paths.result.exists():
+            made.append(Interruption(last.step, last.phase, point.how, status.attempt))
             hit(made[-1])
             del waiting[0]
     return made

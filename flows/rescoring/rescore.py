@@ -4,7 +4,7 @@
 
     plan ─> judges ─> scores ─> fidelity · comparisons with the baseline · judge x policy matrix
 
-In: a :class:`~flows.rescoring.rescore_plan.RescorePlan`. Out: a :class:`Done` one, its document,
+In: a :class:`~flows.rescoring.rescore_plan.RescorePlan`. Out: the :class:`RescoreResult`, its document,
 lines, and ``rescore.json``, ``rewards.parquet``.
 """
 

@@ -493,7 +493,7 @@ class RunWatcher:
             return "paused", NO_ROOM if seen.liveness == "live" else _ENDED_FULL
         if seen.liveness in ("dead", "hung"):
             return {"dead": "killed", "hung": "hung"}[seen.liveness], seen.note
-        unknown = self._observer.sights.get(AttemptRef(stage_id, seen.number))
+        unknown = self._observer.statuses.get(AttemptRef(stage_id, seen.number))
         if unknown is not None and unknown.liveness == "unknown" and last.started_at is None:
             return "queued", self._router.late and "the scheduler did not answer in time"
         if seen.running:

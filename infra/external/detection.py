@@ -94,7 +94,7 @@ class DetectedCheckpoint(NamedTuple):
         return not self.damage and self.layout in ("hf", "weights")
 
 
-def liveness(folder: Path) -> list[DetectedCheckpoint]:
+def detect(folder: Path) -> list[DetectedCheckpoint]:
     """All checkpoints in a folder, oldest step first.
 
     Raises

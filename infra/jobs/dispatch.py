@@ -27,8 +27,8 @@ from infra.jobs.dispatcher import (
     Dispatcher,
     JobRequest,
     JobStatus,
+    Liveness,
     OpenAttempt,
-    Sight,
     WorkerCommand,
     job_settings,
     tail_of,
@@ -86,30 +86,28 @@ class LocalDispatcher:
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """``live`` while the worker runs on this host, ``dead`` when it is certain that it does
         not, else ``unknown`` (another host, or not submitted yet)."""
-        sights: dict[AttemptRef, Sight] = {}
+        statuses: dict[AttemptRef, Liveness] = {}
         for attempt in attempts:
             known = self._processes(attempt)
             gone = bool(known) and all(p.here and not p.alive for p in known)
             lives = any(p.alive for p in known)
-            sights[attempt.ref] = "live" if lives else "dead" if gone else "unknown"
+            statuses[attempt.ref] = "live" if lives else "dead" if gone else "unknown"
         # Last, so that the exit code of every job seen dead is known.
         for ref, child in tuple(self._children.items()):
             if (code := child.poll()) is not None:
                 self._codes[ref] = code
                 del self._children[ref]
-        return {a.ref: self._query(a, sights[a.ref]) for a in attempts}
+        return {a.ref: self._query(a, statuses[a.ref]) for a in attempts}
 
-    def _query(self, attempt: OpenAttempt, liveness: Sight) -> JobStatus:
+    def _query(self, attempt: OpenAttempt, status: Liveness) -> JobStatus:
         here = ProcessId.parse(attempt.attempt.owner).here
-        if liveness != "dead":
-            return JobStatus(liveness, local=here)
+        if status != "dead":
+            return JobStatus(status, local=here)
         code = max(0, self._codes.get(attempt.ref, 0))  # below 0: by a signal
         # What the worker printed last; earlier versions started it through submitit.
         paths = self.workspace.layout.attempt(*attempt.ref)
         printed = tail_of([paths.printed]) or tail_of(sorted(paths.submitit.glob("*_log.err")))
-        return JobStatus(
-            liveness, local=here, end=classify_silent_end(attempt.begun, printed, code)
-        )
+        return JobStatus(status, local=here, end=classify_silent_end(attempt.begun, printed, code))
 
     def stop(self, attempt: OpenAttempt) -> bool:
         """SIGTERM to the worker alone, so that it can save."""

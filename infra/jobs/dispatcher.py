@@ -25,7 +25,7 @@ from refiner_core.contract.config import Resources
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import Attempt, AttemptOutcome
 
-Sight = Literal[
+Liveness = Literal[
     "live",  # it runs, or will
     "dead",  # certainly no process of it runs any more
     "hung",  # it runs, but has shown no sign of life, or no progress, for too long
@@ -96,7 +96,7 @@ class JobStatus:
         overrule that.
     """
 
-    liveness: Sight
+    liveness: Liveness
     running: bool = True
     local: bool = False
     state: str = ""

@@ -90,12 +90,12 @@ class Executor:
         """Add a line to the log of the run that starts the stage."""
         self.homes[stage.id].note({"event": event, "stage": stage.name, **more})
 
-    def keep_ends(self, sights: Mapping[AttemptRef, JobStatus]) -> None:
+    def keep_ends(self, statuses: Mapping[AttemptRef, JobStatus]) -> None:
         """Record the scheduler's facts about ended jobs, which it forgets later."""
-        for ref, liveness in sights.items():
-            if liveness.liveness == "dead" and liveness.facts:
+        for ref, status in statuses.items():
+            if status.liveness == "dead" and status.facts:
                 try:
-                    self.workspace.note_scheduler(*ref, liveness.facts)
+                    self.workspace.note_scheduler(*ref, status.facts)
                 except OSError as error:  # tried again in each round until its outcome is written
                     text = "the scheduler's facts about %s cannot be recorded: %s"
                     self._complaints.warn(ref, text, ref, error)
@@ -307,20 +307,20 @@ class Executor:
             return
         stages = {i: s for m in due for i, s in m.stages.items()}
         for stage_id, stage in stages.items():
-            liveness, attempt = seen.get(stage_id), open_attempts.get(stage_id)
+            status, attempt = seen.get(stage_id), open_attempts.get(stage_id)
             stop_request = cancelled.get(stage_id) or self.stop_request
-            if stop_request is None or liveness is None or attempt is None:
+            if stop_request is None or status is None or attempt is None:
                 continue
             with errors.at(stage_id):
-                if stage_id in self._spared and liveness.liveness == "live":
+                if stage_id in self._spared and status.liveness == "live":
                     self.left_alone[stage_id] = f"run {self._spared[stage_id]}"
                     continue
                 if is_service(stage_id):
                     ending = [s for i, s in stages.items() if self.stop_request or i in cancelled]
                     if not self._may_end(stage, ending, seen):
                         continue
-                if liveness.liveness in ("live", "hung"):
-                    self.stop(stage, attempt, liveness, stop_request)
+                if status.liveness in ("live", "hung"):
+                    self.stop(stage, attempt, status, stop_request)
 
     def _may_end(
         self,

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router, read_only_router
-from infra.jobs.dispatcher import AttemptRef, JobStatus, OpenAttempt, Sight
+from infra.jobs.dispatcher import AttemptRef, JobStatus, Liveness, OpenAttempt
 from infra.jobs.failures import classify_silent_end, outcome_of
 from infra.orchestrator.reconcile import AttemptStatus, Observation
 from infra.orchestrator.waiting import CollectedErrors
@@ -62,7 +62,7 @@ class Observer:
         self._last: dict[str, StageRecord] = {}
         self._ready: set[tuple[str, int]] = set()
         self.open: dict[str, OpenAttempt] = {}
-        self.sights: dict[AttemptRef, JobStatus] = {}
+        self.statuses: dict[AttemptRef, JobStatus] = {}
 
     def look(
         self, stage_ids: Iterable[str], trouble: CollectedErrors[str] | None = None
@@ -86,17 +86,17 @@ class Observer:
                     records[stage_id] = record
                     if (found := self.open_attempt(stage_id, record)) is not None:
                         self.open[stage_id] = found
-        self.sights = {}
+        self.statuses = {}
         for executor in dict.fromkeys(a.attempt.executor for a in self.open.values()):
             attempts = [a for a in self.open.values() if a.attempt.executor == executor]
             with errors.at(*(a.ref.stage_id for a in attempts)):
-                self.sights |= self.router.look(attempts)
+                self.statuses |= self.router.look(attempts)
         seen: dict[str, AttemptStatus] = {}
         for stage_id, attempt in self.open.items():
-            if attempt.ref not in self.sights:
+            if attempt.ref not in self.statuses:
                 continue
             with errors.at(stage_id):
-                look = self._see(attempt, self.sights[attempt.ref])
+                look = self._see(attempt, self.statuses[attempt.ref])
                 if look.liveness != "live":
                     records[stage_id] = self._read(stage_id) or records[stage_id]
                 record = records[stage_id]
@@ -149,15 +149,15 @@ class Observer:
         note = f"{job.state} ({job.reason})" if both else job.state or job.reason
         if started is not None and not attempt.begun:
             return AttemptStatus(number, "dead", job.local, job.end, note)
-        liveness = self._status_of(attempt, job)
+        status = self._status_of(attempt, job)
         end = job.end
-        if liveness == "dead" and end is None and self._is_mine(attempt) and started is None:
+        if status == "dead" and end is None and self._is_mine(attempt) and started is None:
             end = outcome_of("system_outage", "claimed, but its job could not be submitted")
-        if liveness == "dead" and end is None:
+        if status == "dead" and end is None:
             end = classify_silent_end(started is not None, "")
-        return AttemptStatus(number, liveness, job.local, end, note, job.held, job.running)
+        return AttemptStatus(number, status, job.local, end, note, job.held, job.running)
 
-    def _status_of(self, attempt: OpenAttempt, job: JobStatus) -> Sight:
+    def _status_of(self, attempt: OpenAttempt, job: JobStatus) -> Liveness:
         owner = ProcessId.parse(attempt.attempt.owner)
         submitted = attempt.attempt.job_id is not None or attempt.started is not None
         if not submitted and owner.here:

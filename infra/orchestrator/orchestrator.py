@@ -376,7 +376,7 @@ class Orchestrator:
         self._records = _but(self._records, looked) | records
         self._seen = {**_but(self._seen, looked), **observed.attempts}
         self._open = _but(self._open, looked) | self._observer.open
-        self._actor.keep_ends(self._observer.sights)
+        self._actor.keep_ends(self._observer.statuses)
         _add_by_stage(errors, due, trouble)
         for member in due:
             if member not in trouble:

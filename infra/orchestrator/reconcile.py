@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from infra.jobs.dispatcher import Sight
+from infra.jobs.dispatcher import Liveness
 from infra.jobs.failures import CLASSES, budget_left, classify_silent_end, outcome_of
 from infra.orchestrator.timeline import first_line
 from refiner_core.contract.config import RetryConfig
@@ -161,7 +161,7 @@ class AttemptStatus:
     """
 
     number: int
-    liveness: Sight
+    liveness: Liveness
     local: bool = True
     silent_end: AttemptOutcome | None = None
     note: str = ""

@@ -1,6 +1,6 @@
 """Jobs on Slurm: submitted through submitit, judged by refiner.
 
-In: requests, open attempts. Out: jobs, and sights of them. Before sbatch is called, ``batch.json``
+In: requests, open attempts. Out: jobs and their statuses. Before sbatch is called, ``batch.json``
 beside the attempt records the job's unique name; afterwards ``job.json`` records its id. A crash
 in between loses nothing: the job is found by its name, its id is recorded, and submitit's missing
 file is written. Slurm may restart a job under the same id; several attempts may then share it.
@@ -216,13 +216,13 @@ class SlurmDispatcher:
     def _status_of(self, attempt: OpenAttempt, wanted: JobQuery, answer: Answer) -> JobStatus:
         started = attempt.begun
         if isinstance(answer, JobFacts):
-            liveness = job_status_of(
+            status = job_status_of(
                 answer, started, lambda: self._printed(attempt.ref, answer.job_id)
             )
-            if answer.job_id not in self._ended_by_us or liveness.end is None:
-                return liveness
+            if answer.job_id not in self._ended_by_us or status.end is None:
+                return status
             # Ended by this process, not cancelled by a person.
-            return replace(liveness, end=outcome_of("killed", "refiner has ended the job"))
+            return replace(status, end=outcome_of("killed", "refiner has ended the job"))
         if answer is not None:
             printed = self._printed(attempt.ref, wanted.job_id) if wanted.job_id else ""
             end = lost_end(wanted.job_id, started, printed)

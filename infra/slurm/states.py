@@ -207,12 +207,12 @@ def job_status_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> J
     """
     if job.rule.over:
         end, facts = end_of(job, started, printed()), job.as_text()
-        liveness = JobStatus("dead", running=False, reason=job.reason, end=end, facts=facts)
+        status = JobStatus("dead", running=False, reason=job.reason, end=end, facts=facts)
     else:
         held = bool(_LAUNCH_HELD.search(job.reason))
         running = job.rule.running
-        liveness = JobStatus("live", running=running, reason=waiting_for(job), held=held)
-    return replace(liveness, state=job.state, node=job.node)
+        status = JobStatus("live", running=running, reason=waiting_for(job), held=held)
+    return replace(status, state=job.state, node=job.node)
 
 
 def waiting_for(job: JobFacts) -> str:

@@ -67,9 +67,9 @@ def test_a_request_to_stop_lets_the_worker_save(campaign: Campaign) -> None:
     campaign.wait_begun(request)
     campaign.wait(request, lambda s: s.running)
     assert campaign.dispatcher.stop(campaign.open(request))
-    liveness = campaign.wait_dead(request)
+    status = campaign.wait_dead(request)
     assert campaign.said(request)[-2:] == ["asked", "saved"]
-    assert liveness.end.failure == "interrupted"
+    assert status.end.failure == "interrupted"
 
 
 def test_a_queued_job_is_withdrawn_by_a_kill(campaign: Campaign, slurm: Cluster) -> None:
@@ -130,10 +130,10 @@ def test_a_lost_node_requeues_a_job_or_is_a_node_failure(slurm: Cluster, tmp_pat
         slurm.kill_node("n3")
         back = campaign.wait(request, lambda s: s.state == "PENDING")
         assert (back.liveness, back.running) == ("live", False)
-        liveness = final.wait_dead(lost)
+        status = final.wait_dead(lost)
     finally:
         slurm.start_node("n3")
-    assert (liveness.end.failure, liveness.node) == ("node_failure", "n3")
+    assert (status.end.failure, status.node) == ("node_failure", "n3")
     assert campaign.wait_dead(request, 40).state == "COMPLETED"
 
 
@@ -228,12 +228,12 @@ def test_gpus_are_requested_by_either_option(slurm: Cluster, tmp_path: Path, opt
 
 def test_a_job_saves_before_its_time_limit(limited: tuple[Campaign, object]) -> None:
     campaign, request = limited
-    liveness = campaign.wait_dead(request, 70)  # type: ignore[arg-type]
+    status = campaign.wait_dead(request, 70)  # type: ignore[arg-type]
     said = campaign.said(request)  # type: ignore[arg-type]
     assert said[-2:] == ["asked", "saved"]
     begun, saved = (campaign.when(request, w) for w in ("begin", "saved"))  # type: ignore[arg-type]
     assert saved - begun < 60
-    assert liveness.state == "FAILED"  # it ended by itself, ahead of Slurm
+    assert status.state == "FAILED"  # it ended by itself, ahead of Slurm
 
 
 _ON_N1 = ("--nodelist=n1", "--exclusive", "--output=/dev/null")
@@ -279,8 +279,8 @@ def test_a_forgotten_job_is_found_in_the_accounts(accounts: Cluster, tmp_path: P
     campaign.behave({bad.stage_id: {"exit_code": 5}})
     campaign.submit(good, bad)
     assert campaign.wait_dead(good).state == "COMPLETED"
-    liveness = campaign.wait_dead(bad)
-    assert (liveness.end.failure, liveness.facts["source"]) == ("disk_full", "sacct")
+    status = campaign.wait_dead(bad)
+    assert (status.end.failure, status.facts["source"]) == ("disk_full", "sacct")
     campaign.workspace.layout.attempt(*good.ref).job.unlink()
     # Accounting lags: some seconds pass before a job can be found there by name.
     patient = campaign.another_dispatcher(commands=Forgetful(), patience=(3, 15.0))

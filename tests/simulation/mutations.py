@@ -57,10 +57,10 @@ def _pending_is_hung() -> Iterable[Patch]:
     yield Observer, "_forget", lambda self, ref: None
     real = Observer._status_of
 
-    def liveness(self: Observer, attempt: Any, job: Any) -> Any:
+    def status(self: Observer, attempt: Any, job: Any) -> Any:
         return real(self, attempt, replace(job, running=True) if job.liveness == "live" else job)
 
-    yield Observer, "_status_of", liveness
+    yield Observer, "_status_of", status
 
 
 def _retain_before_commit() -> Iterable[Patch]:

@@ -90,7 +90,7 @@ class Campaign:
         """One look."""
         return self.dispatcher.look([self.open(r) for r in requests])
 
-    def liveness(self, request: JobRequest) -> JobStatus:
+    def status(self, request: JobRequest) -> JobStatus:
         """One job now."""
         return self.look(request)[request.ref]
 
@@ -99,10 +99,10 @@ class Campaign:
     ) -> JobStatus:
         """Look until ``there`` says so."""
         deadline = time.monotonic() + timeout_s
-        while not there(liveness := self.liveness(request)):
-            assert time.monotonic() < deadline, f"still {liveness}; it said {self.said(request)}"
+        while not there(status := self.status(request)):
+            assert time.monotonic() < deadline, f"still {status}; it said {self.said(request)}"
             time.sleep(0.05)
-        return liveness
+        return status
 
     def wait_dead(self, request: JobRequest, timeout_s: float = 30) -> JobStatus:
         """Look until it is over."""
@@ -112,7 +112,7 @@ class Campaign:
         """Wait until its process has begun (so often)."""
         deadline = time.monotonic() + 40
         while sum(line.startswith("begin") for line in self.said(request)) < times:
-            assert time.monotonic() < deadline, self.liveness(request)
+            assert time.monotonic() < deadline, self.status(request)
             time.sleep(0.05)
 
     def said(self, request: JobRequest) -> list[str]:

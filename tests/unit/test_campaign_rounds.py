@@ -35,12 +35,12 @@ from tests.support.probing import ProbingKeeper
 
 
 class Cluster:
-    """Jobs whose sights the test decides."""
+    """Jobs whose statuses the test decides."""
 
     executor = "slurm"
 
-    def __init__(self, **liveness: Any) -> None:
-        self.liveness = JobStatus(**liveness)
+    def __init__(self, **status: Any) -> None:
+        self.liveness = JobStatus(**status)
         self.released: list[AttemptRef] = []
 
     def check(self, stage: PlannedStage) -> None:

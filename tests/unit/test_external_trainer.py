@@ -28,7 +28,7 @@ from infra.external.checkpoints import (
     remove,
     unfinished,
 )
-from infra.external.detection import choose, liveness
+from infra.external.detection import choose, detect
 from infra.external.exports import find_export, link_or_copy, make_model, require_whole
 from infra.external.process import (
     LineReader,
@@ -433,7 +433,7 @@ def test_layouts_are_recognised_with_their_conversion(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True)
         path.write_bytes(b"\x80legacy")
     (tmp_path / "ckpt_11").mkdir()
-    found = {s.step: s for s in liveness(tmp_path)}
+    found = {s.step: s for s in detect(tmp_path)}
     assert {step: s.layout for step, s in found.items()} == {
         **{10: "hf", 9: "weights", 8: "other", 7: "other", 6: "other", 5: "other"},
         11: "none",

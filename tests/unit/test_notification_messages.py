@@ -78,16 +78,16 @@ def test_a_message_is_short_and_has_no_credentials() -> None:
 # ---------------------------------------------------------------- pauses
 
 
-def told(pauses: Pauses, *sights: StageState, every_s: float = 10.0) -> list[float]:
-    times = [number_ * every_s for number_ in range(len(sights))]
-    return [t for t, s in zip(times, sights, strict=True) if pauses.look({"grpo": s}, t)]
+def told(pauses: Pauses, *statuses: StageState, every_s: float = 10.0) -> list[float]:
+    times = [number_ * every_s for number_ in range(len(statuses))]
+    return [t for t, s in zip(times, statuses, strict=True) if pauses.look({"grpo": s}, t)]
 
 
 OUT, TRIES = StageState("judge_outage", "pauses after judge outage, 30 s more"), StageState()
 
 
 @pytest.mark.parametrize(
-    ("sights", "expected"),
+    ("statuses", "expected"),
     [
         ((OUT, OUT, TRIES), []),  # over within a moment
         ((OUT, TRIES, OUT, TRIES, OUT, TRIES, OUT, OUT), [40.0]),
@@ -96,9 +96,9 @@ OUT, TRIES = StageState("judge_outage", "pauses after judge outage, 30 s more"),
     ],
 )
 def test_a_lasting_pause_is_reported_once(
-    sights: tuple[StageState, ...], expected: list[float]
+    statuses: tuple[StageState, ...], expected: list[float]
 ) -> None:
-    assert told(Pauses(30.0), *sights) == expected
+    assert told(Pauses(30.0), *statuses) == expected
 
 
 # ---------------------------------------------------------------- sweeps

@@ -105,15 +105,15 @@ def test_a_local_job_belongs_to_its_host(sleeper: subprocess.Popen[bytes], tmp_p
         started = None if process is None else {"process": str(process)}
         return OpenAttempt(ref, attempt, started)
 
-    def sights() -> list[str]:
+    def statuses() -> list[str]:
         return [dispatcher.look([job(p)])[ref].liveness for p in (here, elsewhere, None)]
 
-    assert sights() == ["live", "unknown", "unknown"]
+    assert statuses() == ["live", "unknown", "unknown"]
     assert dispatcher.kill(job(elsewhere)), "only its fence stops it"
     assert sleeper.poll() is None
     assert dispatcher.kill(job(here))
     assert sleeper.wait(30) == -signal.SIGKILL
-    assert sights() == ["dead", "unknown", "unknown"]
+    assert statuses() == ["dead", "unknown", "unknown"]
 
 
 # ---------------------------------------------------------------- niceness

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.jobs.dispatcher import Sight
+from infra.jobs.dispatcher import Liveness
 from infra.jobs.failures import CLASSES, outcome_of
 from infra.orchestrator.reconcile import (
     Action,
@@ -479,7 +479,7 @@ def all_done() -> list[tuple[PlannedStage, StageRecord]]:
 
 
 @pytest.mark.parametrize(
-    ("tries", "liveness", "live"),
+    ("tries", "status", "live"),
     [
         ([], None, False),
         ([attempt(1)], "live", True),
@@ -488,12 +488,12 @@ def all_done() -> list[tuple[PlannedStage, StageRecord]]:
     ],
 )
 def test_finished_recipes_need_no_server(
-    tries: list[Attempt], liveness: Sight | None, live: bool
+    tries: list[Attempt], status: Liveness | None, live: bool
 ) -> None:
     """A server that failed when all had their answers fails nothing."""
-    seen = {JUDGE.id: AttemptStatus(1, liveness)} if liveness else {}
+    seen = {JUDGE.id: AttemptStatus(1, status)} if status else {}
     servers = [judge_record(*tries)] if tries else []
-    actions = decide_served(*all_done(), *servers, seen=seen, ready=(1,) if liveness else ())
+    actions = decide_served(*all_done(), *servers, seen=seen, ready=(1,) if status else ())
     assert actions["judge"] == Idle(JUDGE, live=live)
 
 

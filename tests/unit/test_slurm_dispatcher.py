@@ -169,7 +169,7 @@ def test_a_job_is_looked_for_after_a_timeout_of_sbatch(fake: FakeSlurm, campaign
     assert campaign.dispatcher.submit([found]) == {}
     assert campaign.dispatcher.submit([lost]) == {}
     fake.set_jobs({"7": {"state": "RUNNING", "name": found.comment}})
-    assert campaign.liveness(found).state == "RUNNING"
+    assert campaign.status(found).state == "RUNNING"
     assert campaign.job_id(found) == "7"
     end = campaign.wait_dead(lost, 10).end
     assert (end.failure, end.decision) == ("system_outage", "resume")
@@ -215,14 +215,14 @@ def test_a_restarted_attempt_is_classified_by_its_log(fake: FakeSlurm, campaign:
     campaign.workspace.layout.attempt(*again.ref).job.write_text(job.job.read_text())
     (job.submitit / "101_0_log.err").write_text("error: Detected 1 oom_kill event in StepId=101.0")
     fake.set_jobs({"101": {"state": "FAILED", "exit_code": "1:0", "live": False}})
-    assert campaign.liveness(again).end.failure == "out_of_memory"
+    assert campaign.status(again).end.failure == "out_of_memory"
 
 
 def test_a_read_only_look_records_nothing(fake: FakeSlurm, campaign: Campaign) -> None:
     request = campaign.claim()
     fake.set_jobs({"7": {"state": "RUNNING", "name": request.comment}})
     campaign.dispatcher = campaign.another_dispatcher(adopt=False)
-    assert campaign.liveness(request).state == "RUNNING"
+    assert campaign.status(request).state == "RUNNING"
     assert not campaign.workspace.layout.attempt(*request.ref).job.exists()
 
 
@@ -231,7 +231,7 @@ def test_odd_names_of_other_jobs_are_harmless(fake: FakeSlurm, campaign: Campaig
     mine = fake.jobs
     odd = {"state": "RUNNING", "name": "JobState=FAILED ExitCode=1:0 a|b"}
     fake.set_jobs({**mine, "200": odd, "201": {"state": "RUNNING", "name": "two\nlines"}})
-    assert campaign.liveness(request).state == "PENDING"
+    assert campaign.status(request).state == "PENDING"
     fake.set_jobs({"101": {**mine["101"], "state": "TIMEOUT", "live": False}, "200": odd})
     assert campaign.wait_dead(request).end.failure == "time_limit"
 
@@ -245,14 +245,14 @@ def test_a_copied_workspace_kills_no_job(
     root = campaign.workspace.root
     shutil.copytree(root, tmp_path / "copy")
     copy = Campaign(tmp_path / "copy", poll_s=0.0)
-    liveness = copy.liveness(request)
-    assert liveness.liveness == "dead"
-    assert str(root) in liveness.end.message
-    assert liveness.end.decision == "resume"
+    status = copy.status(request)
+    assert status.liveness == "dead"
+    assert str(root) in status.end.message
+    assert status.end.decision == "resume"
     copy.dispatcher.kill(copy.open(request))
     assert not copy.dispatcher.stop(copy.open(request))
     assert fake.calls("scancel") == []
-    assert campaign.liveness(request).liveness == "live"
+    assert campaign.status(request).liveness == "live"
 
 
 @pytest.mark.parametrize("seen", ["by a link", "moved"])
@@ -265,7 +265,7 @@ def test_a_moved_workspace_is_no_copy(
         root.rename(tmp_path / "there")
     else:
         (tmp_path / "there").symlink_to(root)
-    assert Campaign(tmp_path / "there", poll_s=0.0).liveness(request).liveness == "live"
+    assert Campaign(tmp_path / "there", poll_s=0.0).status(request).liveness == "live"
 
 
 def test_stop_reaches_running_jobs_kill_and_release_all(
@@ -291,11 +291,11 @@ def test_failing_commands_are_an_absent_scheduler(
     (request,) = campaign.submit(campaign.claim())
     (fake.bin / "squeue").rename(fake.bin / "away")
     monkeypatch.setenv("PATH", str(fake.bin))
-    assert campaign.liveness(request).liveness in ("live", "unknown")
+    assert campaign.status(request).liveness in ("live", "unknown")
     (fake.bin / "away").rename(fake.bin / "squeue")
     for command in ("squeue", "scontrol", "scancel", "sacct"):
         fake.fail(command, "slurm_load_jobs error: Unable to contact slurm controller")
-    assert campaign.liveness(request).liveness in ("live", "unknown")
+    assert campaign.status(request).liveness in ("live", "unknown")
     campaign.dispatcher.kill(campaign.open(request))
     campaign.dispatcher.release(campaign.open(request))
     assert not campaign.dispatcher.stop(campaign.open(request))
@@ -305,7 +305,7 @@ def test_failing_commands_are_an_absent_scheduler(
 
     monkeypatch.setattr(subprocess, "run", no_more)
     assert not campaign.dispatcher.stop(campaign.open(request))
-    assert campaign.liveness(request).liveness in ("live", "unknown")
+    assert campaign.status(request).liveness in ("live", "unknown")
     assert not campaign.dispatcher.kill(campaign.open(request))
 
 
@@ -318,7 +318,7 @@ def test_a_job_of_another_user_is_not_ours(fake: FakeSlurm, campaign: Campaign, 
     forged = f"{request.comment} UserId=me({os.getuid()}) JobState=COMPLETED"
     fake.set_jobs({"66": {**theirs, **flags}, "67": {**theirs, **flags, "name": forged}})
     for _ in range(3):
-        assert campaign.liveness(request).state != "COMPLETED"
+        assert campaign.status(request).state != "COMPLETED"
     assert not campaign.workspace.layout.attempt(*request.ref).job.exists()
 
 

@@ -32,7 +32,7 @@ EXIT_3 = "subprocess.CalledProcessError: Command '['env']' returned non-zero exi
 IMPORT = "ModuleNotFoundError: No module named 'x'\n" + EXIT_3.replace("3.", "1.")
 
 
-def liveness(state: str, reason: str = "", **more: Any) -> Any:
+def status(state: str, reason: str = "", **more: Any) -> Any:
     return job_status_of(JobFacts("7", state, reason, **more), True, lambda: "")
 
 
@@ -72,7 +72,7 @@ def test_the_table_has_every_state() -> None:
     ],
 )
 def test_live_and_running_states(state: str, expected: str, running: bool) -> None:
-    seen = liveness(state)
+    seen = status(state)
     assert (seen.liveness, seen.running) == (expected, running)
     assert (seen.end is not None) == (expected == "dead")
 
@@ -162,7 +162,7 @@ def test_a_job_that_never_existed_is_submitted_again() -> None:
     ],
 )
 def test_limits_are_explained(reason: str, hint: str) -> None:
-    said = liveness("PENDING", reason).reason
+    said = status("PENDING", reason).reason
     assert said.startswith(reason)
     assert hint in said
     assert hint or said == reason
@@ -170,20 +170,20 @@ def test_limits_are_explained(reason: str, hint: str) -> None:
 
 @pytest.mark.parametrize("reason", ["launch failed requeued held", "launch_failed_requeued_held"])
 def test_a_failed_start_is_held_and_can_be_released(reason: str) -> None:
-    seen = liveness("PENDING", reason)
+    seen = status("PENDING", reason)
     assert (seen.liveness, seen.held, seen.running) == ("live", True, False)
 
 
 @pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin"])
 def test_a_job_held_by_a_person_is_not_released(reason: str) -> None:
-    seen = liveness("PENDING", reason)
+    seen = status("PENDING", reason)
     assert not seen.held
     assert "release" in seen.reason
 
 
 @pytest.mark.parametrize("reason", sorted(NEVER))
 def test_reasons_that_never_pass_are_explained(reason: str) -> None:
-    seen = liveness("PENDING", f"{reason}, and more")
+    seen = status("PENDING", f"{reason}, and more")
     assert (seen.liveness, seen.end) == ("live", None)
     assert seen.reason == f"{reason}: {NEVER[reason]}"
 
@@ -207,9 +207,9 @@ def test_messages_name_the_signal_the_node_and_the_user() -> None:
 
 
 def test_empty_and_ordinary_reasons() -> None:
-    assert liveness("PENDING", "Resources").reason == "Resources"
-    assert liveness("RUNNING", "").reason == ""
-    assert "suspended" in liveness("SUSPENDED", "").reason
+    assert status("PENDING", "Resources").reason == "Resources"
+    assert status("RUNNING", "").reason == ""
+    assert "suspended" in status("SUSPENDED", "").reason
     row = {"id": "7", "state": "PENDING", "reason": "None", "node": "None assigned", "name": "x"}
     job = facts_of(row, "squeue")
     assert (job.reason, job.node, job.preempted) == ("", "", False)
