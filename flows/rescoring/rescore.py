@@ -4,8 +4,8 @@
 
     plan ─> judges ─> scores ─> fidelity · comparisons with the baseline · judge x policy matrix
 
-In: a :class:`~flows.rescoring.rescore_plan.RescorePlan`. Out: the :class:`RescoreResult`, its document,
-lines, and ``rescore.json``, ``rewards.parquet``.
+In: a :class:`~flows.rescoring.rescore_plan.RescorePlan`. Out: the :class:`RescoreResult`, its
+document, lines, and ``rescore.json``, ``rewards.parquet``.
 """
 
 from __future__ import annotations
