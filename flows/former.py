@@ -1,7 +1,8 @@
 """Former names that still work, with a warning, for one release: commands and names of `flows.api`.
 
 Former options are declared beside their commands, by :func:`flows.cli.aliases.former_option`; the
-former JSON key ``mend`` (now ``fix``) is written by :func:`flows.doctor.findings_json`.
+former field and JSON key ``mend`` (now ``fix``) of a finding is kept by
+:class:`infra.doctor.check.CheckResult` and :func:`flows.doctor.findings_json`.
 """
 
 #: Former command of `refiner` -> command.

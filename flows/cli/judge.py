@@ -147,7 +147,7 @@ def _answer_lines(asked: Any) -> Iterator[str]:
             yield f"tries        {used.calls}"
 
 
-_HEADER = ("server", "state", "model", "where", "needed by", "idle", "last word")
+_HEADER = ("server", "state", "model", "where", "needed by", "idle", "message")
 
 
 @judge_command.command("servers")

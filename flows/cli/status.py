@@ -40,7 +40,7 @@ _REFRESH_S = 2.0
 _WATCH_WAIT_S = 5.0
 #: Maximum number of rows in a redrawn page.
 _ROWS = 40
-_HEADER = ("stage", "state", "job", "attempt", "progress", "left", "last word")
+_HEADER = ("stage", "state", "job", "attempt", "progress", "left", "message")
 
 
 @click.command("status")

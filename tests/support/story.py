@@ -261,7 +261,7 @@ def tell(
                 for fault in sorted(faults, key=lambda f: f.step):
                     _until(scene, fault.step, limit_s)
                     at = time.monotonic() - began
-                    scene.warn(f"{at:6.1f} s, step {scene.stage.step}: {fault.do(scene)}")
+                    scene.print_line(f"{at:6.1f} s, step {scene.stage.step}: {fault.do(scene)}")
                 _until_over(scene, limit_s - (time.monotonic() - began))
         finally:
             if scene.process is not None and scene.process.poll() is None:

@@ -9,7 +9,9 @@ import pytest
 
 from flows import api
 from flows.cli.main import main
+from flows.doctor import findings_json
 from flows.former import API_NAMES
+from infra.doctor.check import found
 from refiner_core.contract.config import NotifyConfig, RecipeConfig
 from refiner_core.contract.loading import load_recipe, warn_former
 from refiner_core.contract.records import from_json, to_json
@@ -68,3 +70,11 @@ def test_keys_of_nightly_files(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         "alerts.channels.prefect",
         "alerts.channels.webhook",
     ]
+
+
+def test_a_field_of_the_doctor_s_findings() -> None:
+    finding = found("missing", "no tool", "install it")
+    with pytest.warns(DeprecationWarning, match="finding.fix"):
+        assert finding.mend == "install it"
+    (shown,) = findings_json([finding])["findings"]
+    assert shown["mend"] == shown["fix"] == "install it"
