@@ -94,7 +94,7 @@ def measure(shape: str, card: str) -> list[dict[str, Any]]:
         del model
         base = RecipeConfig(
             seed=0,
-            model=ModelConfig(dtype="bfloat16", attn_implementation=attention),  # type: ignore[arg-type]
+            model=ModelConfig(dtype="bfloat16", attn_implementation=attention),
         )
         settings: dict[str, Any] = {"base": base, "pack_length": PACK_LENGTH}
         settings["resources"] = Resources(gpus=1)

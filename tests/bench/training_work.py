@@ -374,7 +374,7 @@ def scripted_lengths(work: Work, inputs: Path) -> Iterator[None]:
     }
     plain = transformers_backend._Decoding
 
-    class Scripted(plain):
+    class Scripted(plain):  # type: ignore[valid-type]
         """A batch whose samples end as told; a row of the batch holds a whole group."""
 
         def __init__(self, *arguments: Any) -> None:
@@ -388,8 +388,8 @@ def scripted_lengths(work: Work, inputs: Path) -> Iterator[None]:
             eos = int(self.stop_ids[0])
             return super()._sample(stop_logits(logits_P_G_V, last_P_G, eos), step)
 
-    transformers_backend._Decoding = Scripted  # type: ignore[misc]
+    transformers_backend._Decoding = Scripted
     try:
         yield
     finally:
-        transformers_backend._Decoding = plain  # type: ignore[misc]
+        transformers_backend._Decoding = plain

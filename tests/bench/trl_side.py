@@ -26,7 +26,8 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.utils import logging as transformers_logging
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from refiner_core.contract.types import PromptRow
 from tests.bench.training_work import (

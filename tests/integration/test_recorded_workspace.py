@@ -73,16 +73,16 @@ def test_its_runs_are_listed_and_nothing_is_done_again(show: Callable[..., str])
 
 
 def test_rows_from_python_still_have_their_fields_as_attributes(place: Path) -> None:
-    report = api.report_of_run(FACTS["runs"][0]["run"], place / "runs")
+    report: Any = api.report_of_run(FACTS["runs"][0]["run"], place / "runs")
     with pytest.warns(DeprecationWarning, match=r"row.metric is row\['metric'\] now"):
         assert report.numbers[0].metric == report.numbers[0]["metric"]
     with pytest.raises(AttributeError, match=r"has no 'metrics'; it has .*metric"):
         report.numbers[0].metrics  # noqa: B018
     run = report.run
-    assert api.diff_runs(run, run, place / "runs").equal
+    assert api.diff_runs(run, run, place / "runs").equal  # type: ignore[attr-defined]
     (found, *_) = api.find_numbers([f"{report.numbers[0]['value']:.3f}"], place / "runs")
     with pytest.warns(DeprecationWarning, match="row.agrees is"):
-        assert api.explain_number(found, place / "runs").agrees is not False
+        assert api.explain_number(found, place / "runs").agrees is not False  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

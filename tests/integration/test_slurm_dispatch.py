@@ -33,7 +33,7 @@ def campaign(slurm: Cluster, tmp_path: Path) -> Iterator[Campaign]:
 
 
 def on(folder: Path, **fields: object) -> Campaign:
-    return Campaign(folder / "w2", replace(PROFILE, **fields))  # type: ignore[arg-type]
+    return Campaign(folder / "w2", replace(PROFILE, **fields))
 
 
 @pytest.fixture(scope="module")
@@ -228,10 +228,10 @@ def test_gpus_are_requested_by_either_option(slurm: Cluster, tmp_path: Path, opt
 
 def test_a_job_saves_before_its_time_limit(limited: tuple[Campaign, object]) -> None:
     campaign, request = limited
-    status = campaign.wait_dead(request, 70)  # type: ignore[arg-type]
-    said = campaign.said(request)  # type: ignore[arg-type]
+    status = campaign.wait_dead(request, 70)
+    said = campaign.said(request)
     assert said[-2:] == ["asked", "saved"]
-    begun, saved = (campaign.when(request, w) for w in ("begin", "saved"))  # type: ignore[arg-type]
+    begun, saved = (campaign.when(request, w) for w in ("begin", "saved"))
     assert saved - begun < 60
     assert status.state == "FAILED"  # it ended by itself, ahead of Slurm
 

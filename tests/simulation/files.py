@@ -34,7 +34,6 @@ from infra.disk import manager, usage
 from infra.disk.manager import DiskManager
 from infra.host import processes
 from infra.host.processes import ProcessId
-from infra.jobs import signals
 from infra.jobs.signals import SlurmJob
 from infra.store import atomic, checkpoints
 from tests.simulation.disk import SimDisk
@@ -180,7 +179,7 @@ def _jobs(put: Put, world: World, scheduler: Cluster) -> None:
         return subprocess.CompletedProcess(command, 0 if printed else 1, printed, "")
 
     put(SlurmJob, "from_environment", staticmethod(from_environment))
-    put(signals.subprocess, "run", run)
+    put(subprocess, "run", run)
 
 
 def _space(put: Put, world: World, disk: SimDisk) -> None:

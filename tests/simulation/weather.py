@@ -75,7 +75,7 @@ class Weather:
     def clear_up(self) -> None:
         """No more faults; what is broken for good stays broken."""
         keep = {"bad_nodes": self.bad_nodes, "accounting_lag_s": self.accounting_lag_s}
-        self.__dict__.update(Weather(**keep, clear=True).__dict__)  # type: ignore[arg-type]
+        self.__dict__.update(Weather(**keep, clear=True).__dict__)
 
 
 def draw_weather(rng: random.Random) -> Weather:

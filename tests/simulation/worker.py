@@ -72,11 +72,11 @@ class Worker:
             attempt.__enter__()
         except AttemptClosed:
             return 0  # somebody else goes on
-        except RefinerError as error:
-            self.world.tell(f"cannot begin: {error}")
-            return error.exit_code
-        except OSError as error:  # a traceback, and Python's own exit code
-            self.world.tell(f"cannot begin: {error}")
+        except RefinerError as known:
+            self.world.tell(f"cannot begin: {known}")
+            return known.exit_code
+        except OSError as failed:  # a traceback, and Python's own exit code
+            self.world.tell(f"cannot begin: {failed}")
             return 1
         error: BaseException | None = None
         try:

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from infra.ranks.agent import die_with_parent, ignore_stop_signals
+from infra.process.watchdog import die_with_parent
+from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
 from infra.ranks.messages import ORDER, tell_error
 from refiner_core.contract.errors import ConfigurationError, Interrupted

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.nightly.checkpoints import evaluations_in, night_plan, resolve
-from flows.nightly.history import HistoryView, read_history
+from flows.nightly.history import read_history
 from flows.nightly.night import NightOutcome, load_nightly, run_night
 from infra.attempt.attempt import AttemptRun
 from infra.store.nightly_records import NightlyRecords
@@ -29,6 +29,7 @@ from refiner_core.contract.types import PromptRow
 from refiner_core.evaluation.metrics import METRICS
 from refiner_core.evaluation.protocol import make_protocol
 from refiner_core.evaluation.results import MeasuredRows, write_results
+from refiner_core.nightly.page import HistoryView
 from tests.support.recorded_run import OWNER, write_model
 
 PROMPTS = 24

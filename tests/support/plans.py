@@ -29,7 +29,7 @@ def small_config(*stages: str, disk: DiskConfig | None = None, **dispatch: objec
         stages=stages or ("data", "sft"),
         tracking=TrackingConfig(wandb="disabled"),
         disk=disk or DiskConfig(watch_s=0.2, hold_s=0.5),
-        dispatch=replace(DispatchConfig(poll_s=0.05, grace_s=20.0), **dispatch),  # type: ignore[arg-type]
+        dispatch=replace(DispatchConfig(poll_s=0.05, grace_s=20.0), **dispatch),
     )
 
 

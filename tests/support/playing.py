@@ -76,7 +76,7 @@ class Desk(DeskEnvironment):
                 raise InfrastructureError("The user does not answer", kind="user_down")
             return reset(seed)
 
-        episode.reset = failing  # type: ignore[method-assign]
+        episode.reset = failing
         return episode
 
 

@@ -64,7 +64,7 @@ class RecordedCall:
         if report is not None:
             result = StageResult(1, attempt, "", (), report, {}, 1.0, "2026-11-21T00:00:00+00:00")
             self.room.publish_result(planned.id, result)
-        view = StageView(stage, planned.kind, planned.fingerprint, state, attempt, **more)  # type: ignore[arg-type]
+        view = StageView(stage, planned.kind, planned.fingerprint, state, attempt, **more)
         self.note(stage_event(view))
 
     def progress(self, stage: str, progress: Progress) -> None:

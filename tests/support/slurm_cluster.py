@@ -202,7 +202,7 @@ class Cluster:
             (self.folder / "spool" / name).mkdir(exist_ok=True)
             self._start(f"slurmd-{name}", "slurmd", "-D", "-N", name)
         for number in range(1, self.spec.nodes + 1):
-            self._wait(60, f"node n{number}", lambda n=f"n{number}": self._is_up(n))  # type: ignore[misc]
+            self._wait(60, f"node n{number}", lambda n=f"n{number}": self._is_up(n))
 
     def down(self) -> None:
         """End jobs and daemons."""

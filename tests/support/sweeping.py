@@ -152,7 +152,7 @@ class Jobs:
     def _end(self, ref: AttemptRef, word: str) -> None:
         del self._live[ref]
         if word != "done":
-            outcome = outcome_of(word, f"told to end as {word}")  # type: ignore[arg-type]
+            outcome = outcome_of(word, f"told to end as {word}")
             self.workspace.close_attempt(*ref, outcome, self.seconds)
             return
         result = StageResult(

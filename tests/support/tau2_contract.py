@@ -58,7 +58,7 @@ class YesJudge:
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
         self.requests += requests
         status = "failed" if self.score is None else "scored"
-        return [Judgement(status, self.score, "made up") for _ in requests]  # type: ignore[arg-type]
+        return [Judgement(status, self.score, "made up") for _ in requests]
 
     def usage(self) -> JudgeUsage:
         return JudgeUsage()

@@ -72,7 +72,7 @@ def train(folder: Path, fault: str, ranks: TorchRanks) -> dict[str, Any] | None:
         wait_for_space=lambda: waited.append(1) is None,
     )
     edge = CheckpointManager(
-        *(RanksIO(io if ranks.rank == 0 else None, ranks), engine),  # type: ignore[arg-type]
+        *(RanksIO(io if ranks.rank == 0 else None, ranks), engine),
         *("sft", STEPS, SAVE_EVERY),
         async_save=True,
     )

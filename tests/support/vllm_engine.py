@@ -150,7 +150,7 @@ class Engine:
             with self.lock:
                 logits_T_V = self._forward([token], cache)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _forward(self, ids: list[int], cache: DynamicCache) -> Tensor:
         hidden = self.model.model(
             input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True

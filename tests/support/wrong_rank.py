@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from flows.certify import rank
+from flows.ranks.rank import run_rank
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
         return done
 
     dist.all_reduce = wrong
-    rank.run_rank(rank.measure_as)
+    run_rank(rank.measure_as)
 
 
 if __name__ == "__main__":

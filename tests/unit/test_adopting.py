@@ -64,7 +64,7 @@ def test_a_checkpoint_without_numbers_is_skipped(tmp_path: Path, harm: object, s
     """Its header is whole, so it would be published and evaluated."""
     run = tmp_path / "run"
     checkpoint(run, 10)
-    harm(checkpoint(run, 20) / "model.safetensors")  # type: ignore[operator]
+    harm(checkpoint(run, 20) / "model.safetensors")
     where = [f"workspace={tmp_path / 'ws'}"]
     for dry_run in (True, False):
         report = adopt_run(run, where, dry_run=dry_run)

@@ -172,7 +172,7 @@ def test_weights_that_do_not_reach_the_servers_end_the_stage(new):
     def lost(whole: Any, version: str) -> None:
         raise KilledError("the server is gone")
 
-    servers.sync = lost  # type: ignore[method-assign]
+    servers.sync = lost
     with pytest.raises(KilledError, match="the server is gone"):
         served(run, servers)
 

@@ -87,7 +87,7 @@ class Training:
     def __init__(self, root: Path, total: int = 100) -> None:
         self.io, self.engine = SlowIO(root), OneNumber()
         self.edge = CheckpointManager(
-            *(self.io, self.engine, "grpo", total, 2),  # type: ignore[arg-type]
+            *(self.io, self.engine, "grpo", total, 2),
             async_save=True,
         )
         self.step = 0
@@ -240,7 +240,7 @@ def run_sft(
         *(paths.checkpoints, number), keep=9, before_commit=lambda: io.flush(), further=further
     )
     done: list[int] = []
-    io = TellingIO(
+    io: TellingIO = TellingIO(
         *(paths, number, store),
         on_progress=lambda progress: done.append(progress.done),
         stop_requested=lambda: stop_after is not None and stop_after in done,

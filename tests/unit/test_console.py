@@ -136,7 +136,7 @@ def test_a_closed_terminal_stops_no_work(
     def refuse(_text: str) -> int:
         raise OSError(errno.EIO, "the terminal is gone")
 
-    stream.write = refuse  # type: ignore[method-assign]
+    stream.write = refuse
     console.show({"sft": RUNNING})
     console.note("stopping")
     console.finish({"sft": FAILED})

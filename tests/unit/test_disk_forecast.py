@@ -279,7 +279,7 @@ def test_the_recorded_disk_section_counts_and_overrides_change_it(workspace: Wor
 def publishing_plan(which: str = "every-save", target: str = "folder", **grpo: Any) -> Plan:
     config = small_config("data", "grpo", "publish")
     settings = GrpoConfig(num_training_steps=200, save_freq=50, **grpo)
-    publish = PublishConfig(which=which, target=target)  # type: ignore[arg-type]
+    publish = PublishConfig(which=which, target=target)
     model = replace(config.model, dtype="bfloat16")
     return make_plan(replace(config, grpo=settings, publish=publish, model=model), SOURCES)
 

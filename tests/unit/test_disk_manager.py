@@ -56,7 +56,7 @@ def space_for(workspace: Workspace, more: int, **config: object) -> DiskManager:
     """A keeper of a workspace that may grow by ``more`` bytes."""
     limit = measure(workspace.layout).bytes + more
     settings = DiskConfig(limit_gb=limit / GIB, watch_s=0.2, hold_s=0.3)
-    return DiskManager(workspace, replace(settings, **config))  # type: ignore[arg-type]
+    return DiskManager(workspace, replace(settings, **config))
 
 
 def steps_of(workspace: Workspace, stage_id: str) -> list[int]:

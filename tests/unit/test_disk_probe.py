@@ -136,7 +136,7 @@ class Tools:
 
 
 def look(tools: Tools, kind: str, tmp_path: Path, source: str = "", **config: object) -> FreeSpace:
-    settings = DiskConfig(**config)  # type: ignore[arg-type]
+    settings = DiskConfig(**config)
     mount = Mount(Path("/scratch"), kind, source)
     return Prober(
         tmp_path, settings, run=tools, mount=mount, measure=lambda: DiskSize(700, 7)

@@ -12,12 +12,15 @@ from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage
 from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.sections.environment import EnvironmentConfig, ShapingConfig
+from refiner_core.contract.sections.environment import (
+    EnvironmentConfig,
+    ShapingConfig,
+    check_weights,
+)
 from refiner_core.contract.sections.training import CurriculumConfig
 from refiner_core.environments.protocol import Check, EpisodeRecord, TurnRecord
 from refiner_core.environments.scoring import (
     Curriculum,
-    check_weights,
     partial_score,
     require_episodes,
     shaped_reward,

@@ -20,9 +20,8 @@ from refiner_core.contract.errors import ConfigurationError, Interrupted, StageF
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, SamplingParams, TurnScheduler
 from refiner_core.environments.conversation import prompt_ids
+from refiner_core.environments.episode_runner import EpisodeRequest, EpisodeSettings
 from refiner_core.environments.episodes import (
-    EpisodeRequest,
-    EpisodeSettings,
     Workers,
     run_episodes,
 )
@@ -155,7 +154,7 @@ def test_an_episode_without_full_reward_has_failed(
     def episode(task: Task) -> Any:
         made = make(task)
         of_its_own = made.outcome
-        made.outcome = lambda: replace(of_its_own(), reward=reward, failure=given)  # type: ignore[method-assign]
+        made.outcome = lambda: replace(of_its_own(), reward=reward, failure=given)
         return made
 
     monkeypatch.setattr(environment, "episode", episode)

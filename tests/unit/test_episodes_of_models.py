@@ -21,7 +21,8 @@ from refiner_core.contract.config import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, Generator, SamplingParams, TurnGenerator
 from refiner_core.environments.conversation import demonstration, prompt_ids
-from refiner_core.environments.episodes import EpisodeRequest, EpisodeSettings, run_episodes
+from refiner_core.environments.episode_runner import EpisodeRequest, EpisodeSettings
+from refiner_core.environments.episodes import run_episodes
 from refiner_core.environments.protocol import Message, ToolCall, record_from_json
 from refiner_core.generation.completions import LockstepTurns
 from refiner_core.generation.transformers_backend import TransformersGenerator

@@ -260,7 +260,7 @@ def trl_trainer(tmp_path_factory):
     trl = pytest.importorskip("trl", reason="TRL, the other implementation, is not installed")
     from datasets import Dataset
 
-    class Fixed(trl.GRPOTrainer):
+    class Fixed(trl.GRPOTrainer):  # type: ignore[name-defined]
         def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
             return [list(sample.response_ids) for sample in rollouts()], None
 

@@ -18,7 +18,7 @@ from refiner_core.judges import LexicalJudge, build_judge
 
 
 def lexical(kind: str, text: str, reference: str = "") -> float:
-    (judgement,) = LexicalJudge().judge([JudgeRequest(kind, "q", text, reference)])  # type: ignore[arg-type]
+    (judgement,) = LexicalJudge().judge([JudgeRequest(kind, "q", text, reference)])
     assert judgement.status == "scored"
     assert judgement.score is not None
     return judgement.score

@@ -111,7 +111,7 @@ class Sweep:
         self.held, self.states = "", states
 
     def standing(self) -> dict[str, TrialVerdict]:
-        return {n: TrialVerdict(s, f"grpo: {n} broke", f"run-{n}") for n, s in self.states.items()}  # type: ignore[arg-type]
+        return {n: TrialVerdict(s, f"grpo: {n} broke", f"run-{n}") for n, s in self.states.items()}
 
     def views(self) -> dict[str, StageView]:
         running = [name for name, state in self.states.items() if state == "running"]

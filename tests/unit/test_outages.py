@@ -105,7 +105,7 @@ def test_a_lasting_outage_is_shown_and_ctrl_c_still_ends_the_call(workspace: Wor
     begun(workspace, plan, str(ProcessId.of()))
     cluster = Cluster(**RUNS)
     asked: list[AttemptRef] = []
-    cluster.stop = lambda attempt: not asked.append(attempt.ref)  # type: ignore[method-assign, func-returns-value]
+    cluster.stop = lambda attempt: not asked.append(attempt.ref)
     campaign = campaign_of(workspace, plan, cluster)
     campaign.start()
     with unlistable("attempts", 10**9):

@@ -84,8 +84,9 @@ def test_simultaneous_signals_count_once(apart_s: float, first: signal.Signals, 
         f"os.kill({os.getpid()}, {signal.SIGTERM})"
     )
     stream = io.StringIO()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as sender:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as sender:
         assert sender.stdin is not None
         sender.stdout.readline()  # it is there, and sends at once when it is told to
         threading.Timer(0.3, lambda: sender.communicate("\n")).start()

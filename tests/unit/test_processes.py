@@ -79,7 +79,7 @@ def test_hidden_process(sleeper: subprocess.Popen[bytes], monkeypatch: pytest.Mo
     def read_text(path: Path, *args: object, **more: object) -> str:
         if path.name == "stat":
             raise OSError(24, "Too many open files")
-        return real(path, *args, **more)  # type: ignore[arg-type]
+        return real(path, *args, **more)
 
     monkeypatch.setattr(Path, "read_text", read_text)
     assert found.alive

@@ -26,7 +26,7 @@ from refiner_core.contract.placement import Placement, placement_of
 
 def recipe(**sft: object) -> RecipeConfig:
     config = RecipeConfig()
-    return replace(config, sft=replace(config.sft, **sft))  # type: ignore[arg-type]
+    return replace(config, sft=replace(config.sft, **sft))
 
 
 @pytest.mark.parametrize(

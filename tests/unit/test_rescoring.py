@@ -245,7 +245,7 @@ def test_a_rubric_set_is_added_to_instance_rubrics() -> None:
         ("static", "static"),
         ("none", "static"),
     ):
-        assert rubrics_of("v3", RewardConfig(rubric_source=had)).rubric_source == gets  # type: ignore[arg-type]
+        assert rubrics_of("v3", RewardConfig(rubric_source=had)).rubric_source == gets
     assert rubrics_of("static:v3", RewardConfig()).rubric_source == "static"
     assert rubrics_of("none", RewardConfig()).rubric_source == "none"
 

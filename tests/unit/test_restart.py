@@ -122,7 +122,7 @@ def test_resume_is_followed(
 def test_what_an_orchestrator_has_to_decide_is_left_to_one(
     workspace: Workspace, stage: PlannedStage, failure: FailureClass, decision: str
 ) -> None:
-    workspace.close_attempt(stage.id, 1, AttemptOutcome(failure, decision))  # type: ignore[arg-type]
+    workspace.close_attempt(stage.id, 1, AttemptOutcome(failure, decision))
     with pytest.raises(AttemptClosed, match=failure):
         attempt_to_run(workspace, stage.id, 1, job(1), silent)
     assert workspace.layout.stage(stage.id).attempt_numbers() == [1]

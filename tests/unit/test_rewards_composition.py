@@ -71,7 +71,7 @@ def test_totals_worked_out_by_hand(settings: tuple[float, bool, str, bool]) -> N
     reward = RewardConfig(
         apply_paper_citation_reward=citations,
         paper_citation_weight=weight,
-        combination=combination,  # type: ignore[arg-type]
+        combination=combination,
         gate_judge_score_with_format_bonus=gated,
     )
 

@@ -26,7 +26,7 @@ def test_an_attempt_finds_the_servers_of_the_attempt_before(
         workspace=Workspace.open(tmp_path), starts=str,
     )  # fmt: skip
     for work.attempt in (1, 2):
-        training._rollout_servers(work, SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
+        training._rollout_servers(work, SimpleNamespace(tokenizer=None))
     work.stage_id = "grpo-2"
-    training._rollout_servers(work, SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
+    training._rollout_servers(work, SimpleNamespace(tokenizer=None))
     assert folders[0] == folders[1] != folders[2]

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from infra.external.process import MARK
 from infra.host.processes import free_port, holder_of, node_address
 from infra.jobs.failures import classify
+from infra.process.child import MARK
 from infra.services.judges import (
     JudgeServerProcess,
     ServerRefusal,

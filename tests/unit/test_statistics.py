@@ -119,10 +119,10 @@ def test_values_that_are_missing_are_excluded_not_zero() -> None:
 def test_a_perfect_score_still_has_an_interval() -> None:
     """Resampling forty ones gives [1, 1], which claims more than forty prompts can."""
     for kind in ("yes_no", "share"):
-        result = estimate(rows([[1.0] * 4] * 10), "m", kind=kind)  # type: ignore[arg-type]
+        result = estimate(rows([[1.0] * 4] * 10), "m", kind=kind)
         assert result.high == 1.0
         assert result.low == pytest.approx(wilson(10, 10)[0])
-        none = estimate(rows([[0.0] * 4] * 10), "m", kind=kind)  # type: ignore[arg-type]
+        none = estimate(rows([[0.0] * 4] * 10), "m", kind=kind)
         assert (none.low, none.high) == pytest.approx((0.0, 1 - result.low))
 
 

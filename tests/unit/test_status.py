@@ -103,7 +103,7 @@ class Silent:
 def test_a_silent_scheduler_delays_no_status() -> None:
     attempt = Attempt(1, "c", "slurm", OWNER, "2026-11-21T01:00:00+00:00", job_id="9")
     ref = AttemptRef("grpo-1", 1)
-    slow = Router({"slurm": Silent()}, lambda _: "slurm")  # type: ignore[dict-item]
+    slow = Router({"slurm": Silent()}, lambda _: "slurm")
     router = BackgroundRouter(slow, 0.1)
     assert router.look([OpenAttempt(ref, attempt)])[ref].liveness == "unknown"
     assert "0.1 s" in router.late
@@ -187,7 +187,7 @@ def test_logs_follow_the_next_attempt(
         planned = claim(workspace, plan, "sft", after=number - 1)
         workspace.layout.attempt(planned.id, number).log.write_text(f"log {number} ü\n")
         decision: Any = "resume" if number == 1 else "stop"
-        outcome = AttemptOutcome(failure, decision)  # type: ignore[arg-type]
+        outcome = AttemptOutcome(failure, decision)
         workspace.close_attempt(planned.id, number, outcome)
     assert main(["logs", "-f", "sft", "--attempt", "1", f"workspace={workspace.root}"]) == 0
     shown = capsys.readouterr()

@@ -48,7 +48,7 @@ def plan() -> SweepPlan:
 
 
 def _asks(plan: SweepPlan, **question: object) -> SweepPlan:
-    return replace(plan, sweep=replace(plan.sweep, question=Question(**question)))  # type: ignore[arg-type]
+    return replace(plan, sweep=replace(plan.sweep, question=Question(**question)))
 
 
 def test_more_prompts_show_smaller_effects_and_an_unknown_number_none(plan: SweepPlan) -> None:
@@ -143,7 +143,7 @@ def test_a_few_earlier_seeds_give_a_range_and_not_a_number(plan: SweepPlan) -> N
     told = detectable_lines(found)[1]
     assert told.startswith(f"  likely between {low:.3f} and {high:.3f}: 3 seeds say little")
     assert detectable_json(found)["effect_range"] == [low, high]
-    more = SpreadEvidence(KNOWN.components._replace(seeds=30), "pairs", "measured", 0.5)  # type: ignore[union-attr]
+    more = SpreadEvidence(KNOWN.components._replace(seeds=30), "pairs", "measured", 0.5)
     narrow = detectable(plan, 100, more).effect_range
     assert low <= narrow[0] <= found.effect < narrow[1] < high
     one_seed = SpreadEvidence(

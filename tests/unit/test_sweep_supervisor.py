@@ -309,10 +309,9 @@ def test_a_stop_saves_running_trials_and_starts_no_more(workspace: Workspace) ->
 
 
 def test_a_suspended_sweep_lets_running_stages_finish(workspace: Workspace) -> None:
-    plan = small_sweep()
+    plan = small_sweep(limits=Limits(concurrency=1))
     recorded(workspace, plan)
     told = bench(workspace, plan, SCRIPT)
-    told.admission.concurrency = 1
     told.begin(lambda: any(name.endswith("sft") for name in told.jobs.begun))
     suspend_sweep(workspace, "small")
     told.finish()
@@ -484,9 +483,9 @@ def test_failing_reads_end_no_trial_and_start_nothing_twice(
         fails(path)
         return read(path, *args, **more)
 
-    def listdir(path: object = ".") -> list[str]:
+    def listdir(path: Any = ".") -> list[str]:
         fails(path)
-        return listed(path)  # type: ignore[call-overload, no-any-return]
+        return listed(path)
 
     monkeypatch.setattr(Path, "read_text", read_text)
     monkeypatch.setattr(os, "listdir", listdir)

@@ -137,7 +137,7 @@ def test_a_test_task_among_the_training_tasks_is_refused(
     environment = load_own(config.environment, config.environment.user)
     train = environment.tasks("train")
     splits = {"train": train, "test": (leak or train[0],)}
-    environment.tasks = splits.__getitem__  # type: ignore[method-assign]
+    environment.tasks = splits.__getitem__
     with pytest.raises(DataError, match=said):
         prepared(config, tmp_path, environment)
 

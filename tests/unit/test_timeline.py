@@ -52,7 +52,7 @@ QUOTA = AttemptOutcome(
 
 def ended(failure: FailureClass, step: int | None = None, message: str = "") -> Attempt:
     decision = "stop" if failure in ("bug", "cancelled") else "resume"
-    return replace(FIRST, outcome=AttemptOutcome(failure, decision, message, step=step))  # type: ignore[arg-type]
+    return replace(FIRST, outcome=AttemptOutcome(failure, decision, message, step=step))
 
 
 def timeline(

@@ -20,7 +20,6 @@ from refiner_core.data.prepared import write_prompts
 from refiner_core.judges import LexicalJudge
 from refiner_core.training.rollouts.rollout import RolloutSample, form_groups, rollout_rows
 from refiner_core.training.rollouts.single_turn import SingleTurnTask
-from refiner_core.training.steps import checkpoint_manager
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
     EOS,
@@ -227,7 +226,9 @@ def _malformed(rows) -> int:
 def test_a_long_step_reports_its_progress(run, monkeypatch):
     """Minutes without progress are taken for a hang."""
     now = iter(range(10**6))
-    monkeypatch.setattr(checkpoint_manager.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(
+        "refiner_core.training.steps.checkpoint_manager.time.monotonic", lambda: float(next(now))
+    )
     run.answer(ThreadedJudge())
     run(num_training_steps=1)
     told = [(p.phase, dict(p.values)) for p in run.io.progressed]

@@ -36,7 +36,7 @@ def run(tmp_path):
         )
         return report, io
 
-    train.root = tmp_path
+    train.root = tmp_path  # type: ignore[attr-defined]
     return train
 
 

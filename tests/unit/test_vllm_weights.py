@@ -76,7 +76,7 @@ def test_a_head_that_stayed_old_is_found_and_the_server_replaced(tmp_path: Path)
                 body = {"method": "reload_weights", "kwargs": {"weights_path": weights}}
                 admin.post("/collective_rpc", body)
 
-            admin.load = load  # type: ignore[method-assign]
+            admin.load = load
             return admin
 
     servers, model = InThreads(1), tiny_model(1)

@@ -33,7 +33,7 @@ class _Breaker(importlib.abc.MetaPathFinder):
             load(module)
             module.PlainEngine.set_states = lambda self, state_of: None
 
-        spec.loader.exec_module = load_broken  # type: ignore[method-assign]
+        spec.loader.exec_module = load_broken
         return spec
 
 
