@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         incidents_frame,
         metrics_frame,
         rollouts_frame,
+        runs_frame,
         samples_frame,
         stages_frame,
         sweep_metrics_frame,
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
     from flows.reporting.writing import make_sweep_report, report_sweep
     from flows.rescoring.rescore import RescoreResult, rescore
     from flows.rescoring.rescore_plan import plan_rescoring
+    from flows.run_table import RunRow, label_run, list_rows
     from flows.running.background import detach_run
     from flows.running.calls import (
         RunOutcome,

@@ -211,6 +211,13 @@ class RecordedCall:
         """``run`` or ``sweep``."""
         return "sweep" if is_sweep(self.id) else "run"
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags that a run began with."""
+        if is_sweep(self.id):
+            return ()
+        return tuple((self.room.read_run(self.id).config.get("tracking") or {}).get("tags") or ())
+
     def start(self) -> BackgroundProcess:
         """Start a background process that works on it."""
         if is_sweep(self.id):
@@ -283,7 +290,7 @@ def carry_out(title: str, folder: str, begin: Callable[[], RecordedCall]) -> Sta
 def _name_run(title: str, call: RecordedCall) -> None:
     """Make the call's id a parameter of the flow run, so that a retry continues it, and label the
     flow run with this process, so that others can tell whether it is still followed."""
-    tags = {*this_run.tags, f"{call.noun}:{call.name}"}
+    tags = {*this_run.tags, f"{call.noun}:{call.name}", *call.tags}
     parameters = {**this_run.parameters, "run": call.name, "workspace": str(call.room.root)}
     with get_client(sync_client=True) as client:
         name = f"{Path(title).stem} {call.name}" if call.noun == "run" else call.name

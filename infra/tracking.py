@@ -141,6 +141,7 @@ def start_run(config: TrackingConfig, run: TrackedRun) -> Any:
         name=run.name,
         group=run.group,
         notes=config.notes or None,
+        tags=list(config.tags) or None,
         job_type=run.job_type,
         dir=str(folder),
         config=dict(run.config),

@@ -31,6 +31,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "doctor": ("machine", "Check this machine; print how to fix what does not work."),
         "plan": ("plan", "Show what a recipe would do, without changes."),
         "run": ("run", "Run a recipe; finished stages are skipped."),
+        "runs": ("runs", "List and filter runs."),
         "status": ("status", "Show the state of a run or sweep."),
         "logs": ("run", "Print or follow the log of a stage."),
         "cancel": ("run", "Cancel a run, or some of its stages."),
@@ -65,6 +66,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "list": ("sets", "List recipes, profiles, rubric sets and more."),
     },
     "Machine and workspace": {
+        "tag": ("runs", "Give a run tags and a note."),
         "disk": ("machine", "Show disk usage; pin and reclaim."),
         "certify": ("machine", "Test what a node can do: kernels, ranks, speed, memory."),
         "prove-resume": ("machine", "Prove that training resumes exactly."),

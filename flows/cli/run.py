@@ -4,6 +4,7 @@ cancel a recorded one, read the output of stages.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -49,10 +50,12 @@ if TYPE_CHECKING:
 @recipe_argument
 @overrides_argument
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
+@click.option("--note", help="a note, shown by `refiner runs`; the same as tracking.notes=")
 @working_options
 def run_command(
     recipe: str,
     overrides: tuple[str, ...],
+    note: str | None,
     dry_run: bool,
     detach: str | None,
     as_json: bool,
@@ -66,6 +69,8 @@ def run_command(
     """
     from flows.running.calls import begin_run, make_recipe_plan, run_recipe
 
+    if note is not None:
+        overrides = (*overrides, f"tracking.notes={json.dumps(note, ensure_ascii=False)}")
     if dry_run:
         from flows.cli.plan import show_plan
 

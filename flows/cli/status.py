@@ -169,10 +169,12 @@ def _progress(stage: StageStatus) -> str:
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     """Lines below the table: orchestrator, free space, errors, next commands."""
     from flows.notifying.sender import unsent_lines
+    from flows.run_table import label_of
 
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
-    if notes := " ".join(str(tracking.get("notes") or "").split()):
-        yield f"notes: {notes}"
+    note, tags = label_of(workspace, status.run, tracking)
+    if label := " ".join([*note.split(), *(f"#{tag}" for tag in tags)]):
+        yield f"notes: {label}"
     yield from _orchestrator_lines(status, workspace)
     if (disk := status.disk) is not None:
         free, total = disk.free_bytes / 1e9, disk.total_bytes / 1e9

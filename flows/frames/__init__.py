@@ -1,8 +1,8 @@
 """Records as dataframes, for notebooks.
 
-In: the name of a run or a sweep, and a workspace. Out: pandas dataframes, one row per stage, step,
-rollout, evaluated sample, metric, trial, comparison or incident. Only records are read: nothing is
-written, no scheduler is asked except by :func:`stages_frame`, and runs may be running.
+In: the name of a run or a sweep, and a workspace. Out: pandas dataframes, one row per run, stage,
+step, rollout, evaluated sample, metric, trial, comparison or incident. Only records are read:
+nothing is written, no scheduler is asked except by :func:`stages_frame`, and runs may be running.
 
 >>> from flows.frames import metrics_frame
 >>> metrics_frame(stage="grpo", workspace="runs").plot(x="step", y="scores")  # doctest: +SKIP
@@ -25,6 +25,7 @@ from flows.frames.of_runs import (
     incidents_frame,
     metrics_frame,
     rollouts_frame,
+    runs_frame,
     samples_frame,
     stages_frame,
     sweep_metrics_frame,
@@ -39,6 +40,7 @@ __all__ = [
     "incidents_frame",
     "metrics_frame",
     "rollouts_frame",
+    "runs_frame",
     "samples_frame",
     "stages_frame",
     "sweep_metrics_frame",

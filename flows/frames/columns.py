@@ -58,6 +58,25 @@ _ENDS = {
 }
 #: The columns of each frame that are always there, in order.
 TABLES: Mapping[str, Mapping[str, Column]] = {
+    "runs": {
+        "run": Column("text", "id of the run"),
+        "recipe": Column("text", "name of the recipe"),
+        "started": Column("time", "time of the call", "UTC"),
+        "state": Column(
+            "text", "running, waiting, done, failed, blocked, cancelled, interrupted, not begun"
+        ),
+        "stages_done": Column("whole", "finished stages"),
+        "stages": Column("whole", "all stages"),
+        "overrides": Column("list", "overrides of the recipe"),
+        "model": Column("text", "the last evaluated model; metrics are its"),
+        "seconds": Column("number", "running time of all attempts at its stages", "seconds"),
+        "gpu_hours": Column("number", "GPUs of all nodes times time", "GPU hours"),
+        "cpu_hours": Column("number", "cores of all nodes times time", "core hours"),
+        "judge_calls": Column("whole", "judge calls; missing if not counted"),
+        "sweep": Column("text", "SWEEP:ARM/seedN of a trial"),
+        "note": Column("text", "note of the run"),
+        "tags": Column("list", "tags of the run"),
+    },
     "stages": {
         "name": Column("text", "name in the run, such as evaluate-sft"),
         "kind": Column("text", "kind of stage, such as evaluate"),

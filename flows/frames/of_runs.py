@@ -26,6 +26,7 @@ from flows.frames.columns import (
     typed,
     typed_arrow,
 )
+from flows.run_table import COLUMNS, list_rows
 from flows.running.status import RunWatcher, stage_names
 from flows.stored import attempts_of, newest_rollouts, results_of, the_stage
 from infra.orchestrator.timeline import run_incidents
@@ -42,6 +43,45 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _HERE = RecipeConfig.workspace
+
+
+def runs_frame(
+    workspace: str | Path = _HERE, *, every: bool = False, where: str = ""
+) -> pd.DataFrame:
+    """Runs of a workspace, newest first: one row each.
+
+    Parameters
+    ----------
+    workspace
+        The folder that has their records.
+    every
+        Also runs that did nothing of their own, repetitions and nights.
+    where
+        A filter such as ``grpo.beta < 0.01 and oracle > 0.8``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        With the columns of ``describe_columns("runs")``; then a column per metric, with
+        ``METRIC/low`` and ``METRIC/high``.
+
+    Raises
+    ------
+    ConfigurationError
+        The filter is not understood.
+    WorkspaceError
+        The folder is no workspace.
+    """
+    rows = list_rows(workspace, every=every, where=where)
+    found = []
+    for row in rows:
+        value = {name: getattr(row, name) or None for name in COLUMNS}
+        value |= {"tags": list(row.tags), "overrides": list(row.overrides)}
+        for name, entry in row.metrics.items():
+            value |= {name: entry.get("value")}
+            value |= {f"{name}/{end}": entry.get(end) for end in ("low", "high")}
+        found.append(value)
+    return make_frame("runs", found, list(dict.fromkeys(n for row in found for n in row)))
 
 
 def stages_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd.DataFrame:

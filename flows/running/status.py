@@ -81,7 +81,7 @@ def has_started(workspace: Workspace, run: RunRecord, stage_id: str) -> bool:
 def find_run(
     workspace: Workspace, wanted: str | None = None, *, stage: str = ""
 ) -> RunRecord | None:
-    """Find a run by its id, by a unique beginning or end of an id, or by the name of its recipe
+    """Find a run by its id, by a unique part of an id, or by the name of its recipe
     (the newest run of it). Without a name: the newest of :func:`newest_runs`, with ``stage`` the
     newest that has such a stage, if any. A trial's run may be named by its place in the sweep,
     ``SWEEP:ARM/seed1``.
@@ -103,7 +103,7 @@ def find_run(
         return next((run for run in ranked if stage in run.stages), newest)
     hits = [wanted] if wanted in known else []
     if not hits and len(wanted) >= 4:
-        hits = [r for r in known if r.startswith(wanted) or r.endswith(wanted)]
+        hits = [r for r in known if wanted in r]
     if not hits:  # a recipe's name is its newest run
         hits = [r for r in known if "-".join(r.split("-")[2:-1]) == wanted]
         if (newest := next(newest_runs(workspace, hits), None)) is not None:
@@ -441,10 +441,25 @@ class RunWatcher:
     def look(self) -> RunStatus:
         """Current status of the run."""
         workspace, run = self.workspace, self.run
-        records, observed = self._observer.look(run.stages.values())
         who = orchestrator_of(workspace, run.run)
         events = run_events(workspace, run.run) if who.works else []
-        told = _last_words(events)
+        rows = self.stages(events)
+        return RunStatus(
+            *(run.run, run.recipe, run.command, run.started_at),
+            finished=all(row.state == "done" for row in rows if not is_service(row.id)),
+            orchestrator=who,
+            stages=rows,
+            incidents=tuple(run_incidents(workspace, run)),
+            disk=_disk_status(*self._space),
+            scheduler=self._router.late,
+            cancel_asked=workspace.cancel_asked(run.run) if who.works else None,
+            outage=_outage(events),
+        )
+
+    def stages(self, events: Sequence[Mapping[str, Any]] = ()) -> tuple[StageStatus, ...]:
+        """Current status of each stage; ``events`` are those of a running orchestrator."""
+        run, told = self.run, _last_words(events)
+        records, observed = self._observer.look(run.stages.values())
         rows = []
         for name in stage_names(run):
             stage_id = run.stages[name]
@@ -456,17 +471,7 @@ class RunWatcher:
             more = self._by_attempts(stage_id, record) if record and record.attempts else {}
             row = StageStatus(name, stage_id, state, reason, gpus=gpus, **more)
             rows.append(row if state == "running" else replace(row, eta_s=None))
-        return RunStatus(
-            *(run.run, run.recipe, run.command, run.started_at),
-            finished=all(row.state == "done" for row in rows if not is_service(row.id)),
-            orchestrator=who,
-            stages=tuple(rows),
-            incidents=tuple(run_incidents(workspace, run)),
-            disk=_disk_status(*self._space),
-            scheduler=self._router.late,
-            cancel_asked=workspace.cancel_asked(run.run) if who.works else None,
-            outage=_outage(events),
-        )
+        return tuple(rows)
 
     def _state(
         self, stage_id: str, record: StageRecord | None, seen: AttemptStatus | None

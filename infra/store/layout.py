@@ -188,6 +188,8 @@ class RunPaths:
     turns = _FixedPath("folder", "turns")
     #: One file per request to end it, or stages of it.
     cancel = _FixedPath("folder", "cancel")
+    #: Note and tags that were given later.
+    label = _FixedPath("folder", "label.json")
     #: Uncommitted changes of the code, if it came from a checkout.
     diff = _FixedPath("folder", "dirty.diff")
 

@@ -293,6 +293,14 @@ class RunRecords(RecordFiles):
                     raise
                 self.complaints.warn(self.layout.run(run_id).record, "%s; it is left out", error)
 
+    def write_label(self, run_id: str, value: Mapping[str, Any]) -> None:
+        """Record a call's ``note`` and ``tags``; of several writers the last one counts."""
+        self.replace(self.layout.run(run_id).label, value, "recording the note")
+
+    def read_label(self, run_id: str) -> dict[str, Any]:
+        """The note and tags that a call was given later; empty if there are none."""
+        return self.glance(self.layout.run(run_id).label) or {}
+
     # ------------------------------------------------------------ the process that works on it
 
     def write_orchestrator(self, run_id: str, value: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ does not fit.
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
@@ -101,7 +102,10 @@ class RecipeConfig:
 
     recipe: str = execution("unnamed", doc="name of the recipe")
     description: str = execution("", doc="one paragraph for people")
-    workspace: str = execution("runs", doc="folder of records, outputs, checkpoints, logs")
+    workspace: str = execution(
+        os.environ.get("REFINER_WORKSPACE") or "runs",
+        doc="folder of records, outputs, checkpoints, logs; default: REFINER_WORKSPACE, else runs",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = execution("info", doc="of stage logs")
     data_root: str | None = execution(
         None, doc="folder of the large files, if on another disk than `workspace`"

@@ -48,6 +48,7 @@ BENCHES = (
     "gpu",
     "grpo_step",
     "judgements",
+    "many_runs",
     "memory",
     "report",
     "startup",

@@ -37,7 +37,10 @@ class TrackingConfig:
     group: str | None = execution(
         None, doc="W&B group; default: the recipe, or for a sweep's trials the sweep"
     )
-    notes: str = execution("", doc="notes on the run, shown by `refiner status` and W&B")
+    notes: str = execution("", doc="notes on the run, shown by `refiner runs`, `status` and W&B")
+    tags: tuple[str, ...] = execution(
+        (), doc="tags of the run, shown by `refiner runs`, W&B, Prefect"
+    )
 
 
 @dataclass(frozen=True, config=STRICT)
