@@ -3,8 +3,8 @@
 Every command has a function here, with types and a docstring. It returns values and prints nothing
 to stdout; an error is a :class:`~refiner_core.contract.errors.RefinerError` with what was expected
 and how to fix it. ``workspace`` is a folder (default: ``runs``), overrides are ``key=value`` as on
-the command line, and runs are named as in `refiner status`: an id, or an unambiguous beginning or
-end of one.
+the command line, and runs are named as in `refiner status`: an id, or an unambiguous part
+of one.
 
 >>> from flows import api
 >>> plan = api.make_recipe_plan("tiny", ["seed=3"])
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flows.adopting import adopt_run
     from flows.cards.inspection import check_card, show_card
     from flows.certify.node import certificate_json, certify_node
+    from flows.checking.data import check_data, convert_data, example_rows
     from flows.checking.sets import (
         PlayedTask,
         check_environment,

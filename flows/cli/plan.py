@@ -198,7 +198,7 @@ def diff_command(
 
     where, names = split_workspace(words)
     if len(names) != 2:
-        raise misuse(f"It compares two, and was given {len(names)}; see `refiner status --all`.")
+        raise misuse(f"It compares two, and was given {len(names)}; see `refiner runs`.")
     found = diff_runs(names[0], names[1], where, other=other)
     commands = next_commands(found)
     show(as_json, lambda: to_json(found), lambda: difference_lines(found), commands, gap=True)

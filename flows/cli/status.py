@@ -60,7 +60,7 @@ def status_command(
 ) -> None:
     """Show the state of RUN or SWEEP (default: the newest): stages, jobs, progress, disk, failures.
 
-    RUN is an id, or an unambiguous beginning or end of one; a trial of a sweep is also
+    RUN is an id, or an unambiguous part of one; a trial of a sweep is also
     SWEEP:ARM/seed1. A sweep is shown with all trials and totals. Nothing is written. A scheduler
     that does not answer at once is left out; the last line reports that.
     """
@@ -302,7 +302,7 @@ def report_command(
 ) -> None:
     """Write the report of RUN or SWEEP (default: the newest).
 
-    RUN is an id, or an unambiguous beginning or end of one; a trial of a sweep is also
+    RUN is an id, or an unambiguous part of one; a trial of a sweep is also
     SWEEP:ARM/seed1. Prints report.md and writes report.html, a page that works offline, with
     report.json beside it (for a sweep also report.csv and trials.csv). The page of a running run or
     sweep reloads itself; --watch keeps it up to date.

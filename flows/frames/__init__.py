@@ -7,8 +7,8 @@ nothing is written, no scheduler is asked except by :func:`stages_frame`, and ru
 >>> from flows.frames import metrics_frame
 >>> metrics_frame(stage="grpo", workspace="runs").plot(x="step", y="scores")  # doctest: +SKIP
 
-In all of them a run is named as in ``refiner status``: by its id, an unambiguous beginning or end
-of it, or ``SWEEP:ARM/seed1``; None is the newest. Columns have fixed types, also without rows:
+In all of them a run is named as in ``refiner status``: by its id, an unambiguous part of
+it, or ``SWEEP:ARM/seed1``; None is the newest. Columns have fixed types, also without rows:
 
 - text is ``string``, integers ``Int64``, flags ``boolean``, times ``datetime64[ns, UTC]``, with
   ``<NA>`` (``NaT``) for missing values;

@@ -214,7 +214,7 @@ def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
     raise ConfigurationError(
         f"No run in {workspace.root} has trained anything.",
         expected="a run with a model",
-        fix="name its workspace=DIR (`refiner status --all` lists runs), or begin a run",
+        fix="name its workspace=DIR (`refiner runs` lists runs), or begin a run",
     )
 
 

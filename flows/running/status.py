@@ -118,7 +118,7 @@ def find_run(
     raise ConfigurationError(
         what,
         expected=f"one of: {', '.join((hits or known)[-5:]) or '(no run is recorded there)'}",
-        fix="name one of these (`refiner status --all` lists them; a trial is SWEEP:ARM/seedN), or "
+        fix="name one of these (`refiner runs` lists them; a trial is SWEEP:ARM/seedN), or "
         "another workspace=DIR; `refiner run RECIPE` begins a run",
     )
 

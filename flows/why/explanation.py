@@ -201,7 +201,7 @@ def find_numbers(
         f"{run.run if run and is_run else ws.root} has no number that is {' '.join(words)!r}."
         f"{suggest(unknown, there) if unknown else ''}",
         expected=expected,
-        fix="name one of these, another run or workspace=DIR (`refiner status --all` lists runs)",
+        fix="name one of these, another run or workspace=DIR (`refiner runs` lists runs)",
     )
 
 

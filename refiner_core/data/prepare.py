@@ -44,13 +44,15 @@ from refiner_core.data.rows import (
     DEFAULT_MODE,
     DataRow,
     choose_questions,
-    parse_row,
+    parse_any_row,
     same_questions,
 )
-from refiner_core.data.sources import Which, read_rows, resolve_source
+from refiner_core.data.sources import Which, read_all_rows, resolve_source
 
 FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.parquet")
 T = TypeVar("T")
+#: Number of bad rows that an error names.
+_SHOWN_ERRORS = 10
 #: Training rows, and the others.
 Sides = tuple[list[T], list[T]]
 
@@ -89,8 +91,8 @@ def prepare_data(
             expected="at least one source of rows",
             fix="set data.sft_path=FILE or data.rl_path=FILE",
         )
-    rl = _Selection(config, "rl", tokenizer, io)
-    sft = _Selection(config, "sft", tokenizer, io)
+    rl = RowSelection(config, "rl", tokenizer, io)
+    sft = RowSelection(config, "sft", tokenizer, io)
     prompts = rl.select(rl.prompt)
     held_out = _held_out(config, prompts)
     demonstrations = sft.select(lambda row: sft.demonstration(row, held_out.names))
@@ -145,7 +147,7 @@ def write_rows(
 # ---------------------------------------------------------------- selection of rows
 
 
-class _Selection:
+class RowSelection:
     """Rows of one source: read, filtered, encoded, counted."""
 
     def __init__(
@@ -187,27 +189,34 @@ class _Selection:
     def _candidates(self) -> list[DataRow]:
         """Valid rows that pass the rules without tokens."""
         tally, seen, rows = self.tally, set[str](), list[DataRow]()
-        for raw in read_rows(self.source):
+        errors: list[DataError] = []
+        for raw in read_all_rows(self.source):
             tally.read += 1
             tell(self.io, tally.read, 0, f"read {self.which}")
-            row = parse_row(raw, self.which)
+            row = parse_any_row(raw, self.which)
+            if isinstance(row, DataError):
+                errors.append(row)
+                continue
             tally.names[row.refiner_mode] += 1
-            if reason := self._reason_to_drop(row, seen):
+            if reason := self.reason_to_drop(row, seen):
                 tally.dropped[reason] += 1
                 continue
             seen.add(row.content_key)
             self.differing_ids += row.evidence.differing
             rows.append(row)
+        if errors:
+            raise self._bad_rows(errors)
         return rows
 
-    def _reason_to_drop(self, row: DataRow, seen: set[str]) -> str:
+    def reason_to_drop(self, row: DataRow, seen: set[str]) -> str:
+        """Reason for dropping a row before its tokens are counted; empty if there is none."""
         if self.config.data.refiner_mode not in (None, row.refiner_mode):
             return "wrong_mode"
         if not row.evidence:
             return "no_tool_output"
         if row.content_key in seen:
             return "duplicate"
-        if chat.control_token(row, self.tokenizer) is not None:
+        if self.tokenizer and chat.control_token(row, self.tokenizer) is not None:
             return "control_token"
         thinks = row.refiner_mode == DEFAULT_MODE and "</think>" in (row.answer or "")
         return "reasoning" if thinks else ""
@@ -237,6 +246,18 @@ class _Selection:
         if len(ids) > self.config.sft.pack_length:
             return "answer_too_long"
         return DemonstrationRow(row.sample_id, ids, loss_mask)
+
+    def _bad_rows(self, errors: Sequence[DataError]) -> DataError:
+        """One error for all rows that cannot be read."""
+        if len(errors) == 1:
+            return errors[0]
+        shown = "; ".join(error.what.rstrip(".") for error in errors[:_SHOWN_ERRORS])
+        more = f"; and {len(errors) - _SHOWN_ERRORS} more" * (len(errors) > _SHOWN_ERRORS)
+        return DataError(
+            f"{len(errors)} of {self.tally.read} rows cannot be used: {shown}{more}",
+            expected=errors[0].expected,
+            fix=f"correct these rows; `refiner data check {self.source.path}` lists all of them",
+        )
 
     def _nothing_left(self) -> DataError:
         """The reasons why no row is left, with the field that would keep some."""

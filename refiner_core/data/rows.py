@@ -75,7 +75,10 @@ ROLES = ("system", "user", "assistant", "tool")
 _RUBRICS = (
     "`rubrics` (positive_rubrics and negative_rubrics), or `ground_truth` (query and rubrics)"
 )
-_FORMS = "columns conversations + rubrics + metadata, or messages + ground_truth + dataset"
+_FORMS = (
+    "columns conversations + rubrics + metadata, or messages + ground_truth + dataset "
+    "(`refiner data convert` knows other layouts)"
+)
 #: Names from rows (modes, domains) appear on cards and in reports.
 _PLAIN_NAME = re.compile(r"\w[\w .:+/-]{0,63}")
 
@@ -144,6 +147,16 @@ def parse_row(raw: RawRow, which: Which) -> DataRow:
         return _parsed(raw, which)
     except RecursionError as error:
         raise raw.wrong("is nested too deeply", "objects and lists a few levels deep") from error
+
+
+def parse_any_row(raw: RawRow | DataError, which: Which) -> DataRow | DataError:
+    """The valid row, or the error of the line or of its content."""
+    if isinstance(raw, DataError):
+        return raw
+    try:
+        return parse_row(raw, which)
+    except DataError as error:
+        return error
 
 
 def _parsed(raw: RawRow, which: Which) -> DataRow:

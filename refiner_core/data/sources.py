@@ -223,6 +223,20 @@ def read_rows(source: DataSource) -> Iterator[RawRow]:
     DataError
         A line cannot be read (``file:line`` and the reason), or the source has no rows.
     """
+    for row in read_all_rows(source):
+        if isinstance(row, DataError):
+            raise row
+        yield row
+
+
+def read_all_rows(source: DataSource) -> Iterator[RawRow | DataError]:
+    """The same, with the error of each line that cannot be read in its place.
+
+    Raises
+    ------
+    DataError
+        The source has no rows, or cannot be read at all.
+    """
     readers = {
         "none": lambda _: iter(()),
         "synthetic": _read_synthetic,
@@ -240,7 +254,7 @@ def read_rows(source: DataSource) -> Iterator[RawRow]:
     empty = source.kind not in ("none", "synthetic")
     for line, row in readers[source.kind](source):
         empty = False
-        yield RawRow(f"{where}:{line}", line, row)
+        yield row if isinstance(row, DataError) else RawRow(f"{where}:{line}", line, row)
     if empty:
         raise DataError(
             f"{source.path} holds no rows",
@@ -249,7 +263,7 @@ def read_rows(source: DataSource) -> Iterator[RawRow]:
         )
 
 
-_Rows = Iterator[tuple[int, dict[str, Any]]]
+_Rows = Iterator[tuple[int, dict[str, Any] | DataError]]
 
 
 def _read_synthetic(source: DataSource) -> _Rows:
@@ -264,14 +278,17 @@ def _read_jsonl(source: DataSource) -> _Rows:
     for line, row, wrong in json_lines(Path(source.path).expanduser()):
         if not wrong and not isinstance(row, dict):
             wrong = f"is a JSON {type(row).__name__}, not an object"
-        if wrong:
-            raise DataError(
+        yield (
+            line,
+            row
+            if not wrong
+            else DataError(
                 f"{source.path}:{line} {wrong}",
                 expected="one JSON object per line, UTF-8, and no array around all rows",
                 fix=f"correct that line of the file that data.{source.which}_path names (`jq -c "
                 "'.[]' FILE` writes each row of an array on a line of its own)",
-            )
-        yield line, row
+            ),
+        )
 
 
 def _read_parquet(source: DataSource) -> _Rows:
