@@ -68,6 +68,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Machine and workspace": {
         "tag": ("runs", "Give a run tags and a note."),
+        "rm": ("runs", "Remove runs and sweeps."),
+        "prune": ("runs", "Remove old runs, but the best."),
         "disk": ("machine", "Show disk usage; pin and reclaim."),
         "certify": ("machine", "Test what a node can do: kernels, ranks, speed, memory."),
         "prove-resume": ("machine", "Prove that training resumes exactly."),

@@ -1,14 +1,15 @@
-"""`refiner runs` and `tag`: find runs, and mark them."""
+"""`refiner runs`, `tag`, `rm` and `prune`: find runs, mark them, remove them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from flows.cli.options import (
     argument,
+    ask_leave,
     command_line,
     json_option,
     misuse,
@@ -20,6 +21,7 @@ from flows.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from flows.removing import Removal
     from flows.run_table import RunRow
 
 
@@ -135,3 +137,113 @@ def tag_command(
     shown = " ".join(f"#{tag}" for tag in label["tags"])
     lines = [f"{label['run']}: {label['note']} {shown}".rstrip(": ")]
     show(as_json, lambda: {"version": 1, **label}, lambda: lines)
+
+
+_removing = (
+    click.option("--dry-run", is_flag=True, help="show what would go, and change nothing"),
+    click.option("--yes", "-y", is_flag=True, help="do not ask"),
+)
+
+
+@click.command("rm")
+@argument("words", nargs=-1, required=True, metavar="RUN|SWEEP... [workspace=DIR]")
+@click.option("--unverified", is_flag=True, help="also runs whose publication is not verified")
+@_removing[0]
+@_removing[1]
+@json_option
+def rm_command(
+    words: tuple[str, ...], unverified: bool, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Remove RUNs and SWEEPs, with the stages that nothing else needs.
+
+    Stages that another run or sweep has stay. A run that is running, pinned, or published without
+    verification stays as a whole.
+    """
+    from flows.removing import remove_runs
+
+    folder, names = split_workspace(words)
+    if not names:
+        raise misuse("It was given no run.")
+    _remove(
+        lambda dry: remove_runs(names, folder, unverified=unverified, dry_run=dry),
+        *(dry_run, yes, as_json),
+    )
+
+
+@click.command("prune")
+@argument("words", nargs=-1, metavar="[workspace=DIR]")
+@click.option("--older-than", required=True, metavar="AGE", help="an age such as 30d, 12h or 4w")
+@click.option("--keep-best", type=click.IntRange(min=1), default=None, metavar="N",
+              help="keep the N runs with the largest --metric")  # fmt: skip
+@click.option("--metric", default="", metavar="NAME", help="the metric of --keep-best")
+@click.option("--where", default="", metavar="FILTER", help="only runs that match, as in `runs`")
+@_removing[0]
+@_removing[1]
+@json_option
+def prune_command(
+    words: tuple[str, ...],
+    older_than: str,
+    keep_best: int | None,
+    metric: str,
+    where: str,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Remove old runs, but the best ones, those tagged `keep`, and trials of sweeps."""
+    from flows.removing import prune_runs
+
+    folder, rest = split_workspace(words)
+    if rest:
+        raise misuse(f"It was given {' '.join(rest)}. It takes workspace=DIR; see `refiner rm`.")
+    _remove(
+        lambda dry: prune_runs(
+            folder,
+            older_than=older_than,
+            keep_best=keep_best or 0,
+            metric=metric,
+            where=where,
+            dry_run=dry,
+        ),
+        *(dry_run, yes, as_json),
+    )
+
+
+def _remove(make: Callable[[bool], Removal], dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Show a removal, ask, and carry it out."""
+    planned = make(True)
+    nothing = not planned.plan.runs and not planned.plan.sweeps
+    if dry_run or nothing:
+        show(as_json, lambda: _removal_json(planned), lambda: _removal_lines(planned))
+        return
+    if not as_json:
+        print_line("\n".join(_removal_lines(planned)))
+    if not yes:
+        ask_leave("Remove this?", "Nothing was removed.", "add --yes, or see it with --dry-run")
+    done = make(False)
+    line = f"Removed {len(done.plan.runs)} runs and {len(done.plan.stages)} stages."
+    show(as_json, lambda: _removal_json(done), lambda: [line])
+
+
+def _removal_json(removal: Removal) -> dict[str, Any]:
+    from refiner_core.contract.records import to_json
+
+    value = to_json(removal.plan)
+    return {"version": 1, **value, "kept": removal.kept, "cost": to_json(removal.cost),
+            "removed": removal.done}  # fmt: skip
+
+
+def _removal_lines(removal: Removal) -> Iterator[str]:
+    from refiner_core.report.printing import counted, hours, size
+
+    plan, cost = removal.plan, removal.cost
+    what = [counted(len(plan.runs), "run"), counted(len(plan.stages), "stage")]
+    if plan.sweeps:
+        what.insert(0, counted(len(plan.sweeps), "sweep"))
+    again = f"{hours(cost.gpu_hours)} GPU-hours" if cost.gpu_hours else ""
+    again = again or f"{hours(cost.cpu_hours)} CPU-hours"
+    yield f"{', '.join(what)} go, {size(plan.bytes)}; to make them again took {again}"
+    yield from (f"  goes: {name}" for name in (*plan.sweeps, *plan.runs))
+    yield from (f"  stays: stage {i}, which {run} has too" for i, run in plan.shared.items())
+    yield from (f"  stays: {name}, {reason}" for name, reason in plan.refused.items())
+    yield from (f"  stays: {name}, {reason}" for name, reason in removal.kept.items())

@@ -21,6 +21,7 @@ from flows.checking.sources import resolve_sources
 from flows.running.console import Console
 from flows.running.foreground import CallObserver, LaunchOptions, orchestrate
 from flows.running.status import find_run, unfinished_runs
+from infra.host.files import names_in
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
 from infra.orchestrator.members import Member, MemberSource
@@ -200,6 +201,10 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
 
     def begin() -> tuple[Plan, Workspace, RunRecord]:
         workspace = Workspace.open(plan.config.workspace, plan.config.data_root)
+        if names_in(workspace.layout.trash):  # a removal was interrupted
+            from infra.disk.removal import finish_removals
+
+            finish_removals(workspace)
         # Refuses a recipe that cannot be dispatched from here.
         make_router(plan.config.dispatch, workspace).check(plan.stages)
         run = record_run(plan, workspace, recipe, overrides)

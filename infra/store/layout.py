@@ -215,6 +215,9 @@ class Layout:
     batches = _FixedPath("control", "batches")
     #: Reservations and pins.
     disk = _FixedPath("control", "disk")
+    #: One folder per removal of runs in progress; the second for large files.
+    trash = _FixedPath("control", "trash")
+    data_trash = _FixedPath("data", "trash")
     #: Folder target of publishing.
     published = _FixedPath("data", "published")
     #: One folder per query of `refiner rescore`.

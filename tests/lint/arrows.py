@@ -63,7 +63,8 @@ LAYERS: Mapping[str, Sequence[str]] = {
         *("former", "recipes", "protocols", "checking", "stages", "ranks", "worker", "evaluations"),
         *("artifacts", "running", "notifying", "stored", "tracking", "cards", "publishing"),
         *("adopting", "disk", "plans", "doctor", "rescoring"),
-        *("judges", "sweeping", "run_filter", "run_table", "why", "diffing", "proving", "certify"),
+        *("judges", "sweeping", "run_filter", "run_table", "removing", "why"),
+        *("diffing", "proving", "certify"),
         *(
             "nightly",
             "reporting",
