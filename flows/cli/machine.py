@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 _MARKS = {"ok": "ok", "missing": "--", "warning": "WARN", "broken": "BROKEN"}
 _FINDING_COLOURS = {"ok": "green", "missing": "bright_black", "warning": "yellow", "broken": "red"}
+#: Runs in a list of the largest.
+_LARGEST = 5
 _BROKEN = 8  # as for every command that finds this machine lacking
 
 
@@ -341,6 +343,11 @@ def _lines(used: Sequence[UsageRow], found: dict[str, Any]) -> Iterator[str]:
     more = "" if inodes is None else f"; {inodes:,} more files fit"
     yield f"{found['data']}: {found['status']}"
     yield f"  {gib(room['free_bytes'])} free, by {room['source']}{more}"
+    total = found["total"]
+    yield (
+        f"  {gib(total['bytes'])} in this workspace, {total['inodes']:,} files; of it "
+        f"{gib(total['shared_bytes'])} in stages that several runs share"
+    )
     for entry in found["reservations"]:
         yield f"  {gib(entry['bytes'])} reserved by {entry['stage_id']}, attempt {entry['attempt']}"
     if found["pins"]:
@@ -353,6 +360,10 @@ def _lines(used: Sequence[UsageRow], found: dict[str, Any]) -> Iterator[str]:
         if row.run not in runs[_SHOWN:]
     ]
     yield from table_lines(rows or [("", "nothing yet", "", "")], ("run", "kind", "size", "files"))
+    largest = sorted(found["unique"].items(), key=lambda pair: -pair[1])[:_LARGEST]
+    if len(largest) > 1 and largest[0][1]:
+        yield "\nRuns that would free the most (refiner rm RUN):"
+        yield from (f"  {gib(size)}  {run}" for run, size in largest if size)
     if len(runs) > _SHOWN:
         yield f"({len(runs) - _SHOWN} older runs: --json)"
     yield from _kept(found)

@@ -25,7 +25,7 @@ from flows.cli.options import (
     split_workspace,
 )
 from infra.host.terminal import raw
-from refiner_core.report.printing import counted, table_lines
+from refiner_core.report.printing import counted, size, table_lines
 
 if TYPE_CHECKING:
     from flows.reporting.writing import WrittenReport
@@ -177,11 +177,9 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
         yield f"notes: {label}"
     yield from _orchestrator_lines(status, workspace)
     if (disk := status.disk) is not None:
-        free, total = disk.free_bytes / 1e9, disk.total_bytes / 1e9
-        digits = 1 if total >= 1 else 3
         yield (
-            f"disk: {free:,.{digits}f} of {total:,.{digits}f} GB are free in {disk.folder}, by "
-            f"{disk.source} (details: refiner disk)"
+            f"disk: {size(disk.free_bytes)} of {size(disk.total_bytes)} are free in {disk.folder}, "
+            f"by {disk.source} (details: refiner disk)"
         )
     if status.incidents:
         newest = status.incidents[-1]

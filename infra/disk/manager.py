@@ -41,8 +41,11 @@ from infra.store.workspace import Workspace, doubtful_folder
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError, RefinerError
 from refiner_core.contract.placement import STAGES
+from refiner_core.report.printing import size
 
 log = logging.getLogger(__name__)
+#: Size for people.
+gib = size
 #: Files and folders of a save; free inodes below which they are reported.
 SAVE_INODES, _FEW_INODES = 16, 1000
 
@@ -400,14 +403,6 @@ class DiskManager:
             expected="free space on the disk, and in the quota of the user or group",
             fix="see `refiner disk`, free some space and run the same command again",
         )
-
-
-def gib(size: int) -> str:
-    """A size for people, in a suitable unit: ``3.0 GiB``, ``12.0 MiB``."""
-    for unit, factor, digits in (("TiB", 2**40, 1), ("GiB", 2**30, 1), ("MiB", 2**20, 1)):
-        if size >= factor:
-            return f"{size / factor:,.{digits}f} {unit}"
-    return f"{size / 1024:,.0f} KiB"
 
 
 def _known_tools(workspace: Workspace, config: DiskConfig) -> DiskConfig:

@@ -4,7 +4,7 @@ In: a workspace and a run (records, last heartbeats and the event log are read),
 :class:`StageHistory` for each stage and the run's events. Out: :class:`Incident` values in the
 order of time, for terminals, Prefect, reports and cards.
 
-    03:12 EDQUOT (errno 122) while saving step 100 on n3; 56.0 GB reclaimed; resumed from step 99
+    03:12 EDQUOT (errno 122) while saving step 100 on n3; 52.2 GiB reclaimed; resumed from step 99
     after 4 min; 14 GPU-minutes lost
 
 *Lost* are the steps between the last one that an attempt finished and the one that the next attempt
@@ -284,7 +284,7 @@ def _disk_events(stage: StageHistory, events: Sequence[Event]) -> dict[int, list
 
 
 def _disk_texts(events: Sequence[Event], open_still: bool) -> list[str]:
-    """``56.0 GB reclaimed``, ``waited 4 min for space``; ``open_still``: not resumed yet."""
+    """``52.2 GiB reclaimed``, ``waited 4 min for space``; ``open_still``: not resumed yet."""
     texts = []
     reclaimed = sum(int(e.get("bytes") or 0) for e in events if e.get("event") == "reclaimed")
     if reclaimed:

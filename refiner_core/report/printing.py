@@ -136,13 +136,13 @@ def duration(seconds: float | None) -> str:
 
 
 def size(count: int | None) -> str:
-    """``12.3 MB``: bytes, in decimal units."""
+    """``3.0 GiB``, ``12.0 MiB``: bytes, in binary units."""
     if count is None:
         return MISSING
-    for unit, above in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, above in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if count >= above:
-            return f"{count / above:.3g} {unit}"
-    return f"{count} B"
+            return f"{count / above:,.1f} {unit}"
+    return f"{count / 1024:,.0f} KiB"
 
 
 def clock(seconds: float) -> str:

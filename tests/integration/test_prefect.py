@@ -217,7 +217,7 @@ def test_a_full_disk_is_an_event_and_an_incident(prefect: PrefectApi, tmp_path: 
         call.end()
         eventually(lambda: in_state(prefect, call, "COMPLETED"))
     table = prefect.artifacts(flow_run["id"])[f"{call.run}-incidents"]["data"]
-    assert "EDQUOT (errno 122) while saving step 3; 56 GB reclaimed" in table
+    assert "EDQUOT (errno 122) while saving step 3; 52.2 GiB reclaimed" in table
     name = f"refiner.run.{call.run}"
     wanted = {"refiner.short", "refiner.reclaimed", "refiner.incident"}
     eventually(lambda: wanted <= set(prefect.events(name)), 30)

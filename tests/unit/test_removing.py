@@ -16,6 +16,7 @@ from flows.cli.main import main
 from flows.run_table import list_rows
 from infra.disk import removal
 from infra.host.processes import ProcessId
+from infra.store import atomic
 from infra.store.checkpoints import pin
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
@@ -99,7 +100,7 @@ def test_a_removal_that_is_killed_is_completed_and_loses_nothing(
         return done
 
     with monkeypatch.context() as patch:
-        for name, owner in (("remove_tree", removal.atomic), ("_move", removal)):
+        for name, owner in (("remove_tree", atomic), ("_move", removal)):
             patch.setattr(owner, name, killing(getattr(owner, name)))
         with pytest.raises(KeyboardInterrupt):
             api.remove_runs([first], place, dry_run=False)
@@ -141,7 +142,7 @@ def test_a_stage_that_was_made_again_is_not_the_one_in_the_trash(
     copy = place.parent / "copy"
     shutil.copytree(folder, copy)
     with monkeypatch.context() as patch:
-        patch.setattr(removal.atomic, "remove_tree", lambda path: 1 / 0)
+        patch.setattr(atomic, "remove_tree", lambda path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             api.remove_runs([first], place, dry_run=False)
     assert not folder.exists()

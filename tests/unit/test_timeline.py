@@ -86,8 +86,8 @@ def test_the_step_100_story_reads_as_one_line() -> None:
     )
     (found,) = timeline(replace(FIRST, outcome=QUOTA), SECOND, events=events)
     assert found.line == (
-        "2026-11-21 03:12 grpo: EDQUOT (errno 122) while saving step 100 on n3; 56 GB reclaimed; "
-        "resumed from step 99 after 4 min; 13 GPU-minutes lost"
+        "2026-11-21 03:12 grpo: EDQUOT (errno 122) while saving step 100 on n3; 52.2 GiB "
+        "reclaimed; resumed from step 99 after 4 min; 13 GPU-minutes lost"
     )
     assert (found.lost_steps, found.lost_seconds) == (1, 5000 / 50 * 8)
     assert found.resolved
@@ -177,5 +177,5 @@ def test_a_wait_for_space_belongs_to_the_attempt_before_it() -> None:
 def test_a_stage_without_space_to_begin_is_an_incident() -> None:
     events = ({"at": "2026-11-21T03:12", "event": "short", "stage": "grpo", "need_bytes": 1 << 20},)
     (found,) = timeline(events=events)
-    assert "1.05 MB" in found.text
+    assert "1.0 MiB" in found.text
     assert (found.attempt, found.failure, found.resolved) == (0, "no_room", False)
