@@ -206,11 +206,12 @@ def too_many_gpus(asked: Mapping[str, int], there: int) -> UnsupportedError | No
         return None
     first, *services = asked
     parts = " and ".join(f"{count} for {name}" for name, count in asked.items() if count)
+    together = f" at the same time ({parts})" if services else ""
     named = f"CUDA_VISIBLE_DEVICES names {there}" if VISIBLE in os.environ else f"it has {there}"
     smaller = f"lower {first.partition('-')[0]}.resources.gpus"
     smaller += " or judge.resources.gpus" if services else ""
     return UnsupportedError(
-        f"{first} needs {total} GPUs of this machine at the same time ({parts}), and {named}",
+        f"{first} needs {total} GPUs of this machine{together}, and {named}",
         expected=f"at most {there} GPUs, or a larger machine",
         fix=f"{smaller}, or set dispatch.executor=slurm and dispatch.profile=PROFILE; "
         "`refiner plan` shows who gets which GPU",
