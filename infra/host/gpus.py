@@ -213,8 +213,7 @@ def too_many_gpus(asked: Mapping[str, int], there: int) -> UnsupportedError | No
     return UnsupportedError(
         f"{first} needs {total} GPUs of this machine{together}, and {named}",
         expected=f"at most {there} GPUs, or a larger machine",
-        fix=f"{smaller}, or set dispatch.executor=slurm and dispatch.profile=PROFILE; "
-        "`refiner plan` shows who gets which GPU",
+        fix=f"{smaller}, or set dispatch.executor=slurm and dispatch.profile=PROFILE",
     )
 
 

@@ -21,14 +21,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.fields import refuse_fields
 from refiner_core.contract.kinds import TRAINED_HERE
-from refiner_core.contract.services import judge_gpus
+from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.services import is_service, judge_gpus
 
 #: Stages that train weights, in the recipe's order.
 TrainingStage = str
@@ -167,6 +168,23 @@ def judge_numbers(config: RecipeConfig, kind: str) -> tuple[int, ...]:
         f"set {kind}.resources.gpus={count + 1} or more, or judge.serve.where=job",
     )
     return tuple(range(gpus - count, gpus))
+
+
+def stages_at_once(stages: Iterable[PlannedStage]) -> list[PlannedStage]:
+    """The stage that needs the most GPUs at the same time, and its services; empty if none needs
+    any."""
+    known = {stage.name: stage for stage in stages if stage.resources.gpus}
+    groups = [
+        [stage, *(known[n] for n in stage.after if n in known and is_service(known[n].id))]
+        for stage in known.values()
+        if not is_service(stage.id)
+    ]
+    return max(groups, key=lambda group: sum(all_gpus(s) for s in group), default=[])
+
+
+def all_gpus(stage: PlannedStage) -> int:
+    """GPUs of a stage's job, on all its nodes."""
+    return stage.resources.gpus * stage.resources.nodes
 
 
 def sampling_servers(config: RecipeConfig) -> tuple[tuple[int, ...], ...]:
