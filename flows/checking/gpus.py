@@ -15,6 +15,7 @@ from typing import Any
 from infra.host.gpus import gpus_here, too_many_gpus
 from infra.slurm.nodes import gpus_of_nodes
 from infra.slurm.profiles import load_profile
+from refiner_core.contract.errors import SystemOutage
 from refiner_core.contract.placement import (
     STAGES,
     all_gpus,
@@ -97,7 +98,10 @@ def gpu_use(plan: Plan) -> GpuUse | None:
     most = most_at_once(plan.stages, dispatch.max_parallel if local else len(plan.stages))
     if not local:
         return _on_cluster(plan, jobs, most)
-    there = len(gpus_here())
+    try:
+        there = len(gpus_here())
+    except SystemOutage as error:
+        return GpuUse("local", jobs, most, None, error.what, error.fix)
     refusal = too_many_gpus({job.stage: job.gpus for job in jobs}, there)
     why = (refusal.what, refusal.fix) if refusal else ()
     return GpuUse("local", jobs, most, (there,), *why)
@@ -223,7 +227,8 @@ def gpu_lines(plan: Plan) -> list[str]:
         (job, n, "".join(f"{c:<4}" for c in node)) for job in use.jobs for n, node in _rows(job)
     ]
     if use.executor == "local":
-        there = f"this machine ({sum(use.nodes or ())} GPUs)"
+        known = f" ({sum(use.nodes)} GPUs)" if use.nodes is not None else ""
+        there = f"this machine{known}"
         lines.append(
             f"  {there}  " + " ".join(f"| {j.stage}: {text.rstrip()}" for j, _, text in cells)
         )

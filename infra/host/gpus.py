@@ -16,6 +16,7 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 import socket
 import subprocess
 import time
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 from infra.host.processes import run_program, user_name
 from infra.host.terminal import printable
-from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.errors import SystemOutage, UnsupportedError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: CUDA counts by speed unless this is set; `nvidia-smi`, and so a lease, counts by bus.
@@ -34,6 +35,7 @@ _LEASE, _TAKING, _HOLDER = "refiner-gpu/", "refiner-gpus", "="
 _LONGEST = 107  # bytes of an address, without its leading zero
 _TABLE = Path("/proc/net/unix")
 _SMI_S, _TAKE_S = 15.0, 2.0
+_WHOLE = len("GPU-12345678-1234-1234-1234-123456789012")
 _GPU = re.compile(r"GPU (?P<number>\d+): .*\(UUID: (?P<uuid>[^)\s]+)\)")
 _MIG = re.compile(r"\s+MIG .*\(UUID: (?P<uuid>[^)\s]+)\)")
 _NAME = re.compile(r"\d+|(?:GPU|MIG)-[\w/-]+")
@@ -69,7 +71,6 @@ def gpus_here(given: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     return tuple(Gpu(name, uuid) for uuid, name in found.items())
 
 
-@functools.cache
 def driver_gpus() -> tuple[Gpu, ...]:
     """GPUs that the driver lists, a divided one as its MIG parts; without `nvidia-smi`, one for
     each device file."""
@@ -93,6 +94,8 @@ def read_gpus(listed: str) -> list[tuple[Gpu, list[str]]]:
 def _uuid_of(name: str) -> str:
     """The UUID that a name stands for. UUIDs may be cut short, and of a divided GPU CUDA takes the
     first part."""
+    if len(name) >= _WHOLE:
+        return name
     known = read_gpus(_listed())
     for gpu, parts in known:
         if name == gpu.name or (name.startswith("GPU-") and gpu.uuid.startswith(name)):
@@ -103,11 +106,22 @@ def _uuid_of(name: str) -> str:
 
 @functools.cache
 def _listed() -> str:
+    """The driver's list; empty without `nvidia-smi`. An error is not remembered: names by number
+    here and by UUID in another process would be two leases of one GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
     try:
         done = run_program(["nvidia-smi", "-L"], _SMI_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        said = (done.stderr + done.stdout).strip()
+    except subprocess.TimeoutExpired:
+        said, done = f"no answer in {_SMI_S:.0f} s", None
+    if done is None or done.returncode != 0:
+        raise SystemOutage(
+            f"`nvidia-smi -L` does not list this machine's GPUs: {said[:200] or 'it failed'}",
+            expected="a list of the GPUs that jobs may use",
+            fix="repair the driver, or name GPUs by their whole UUIDs in CUDA_VISIBLE_DEVICES",
+        )
+    return done.stdout
 
 
 def _device_numbers() -> list[str]:

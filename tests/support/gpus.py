@@ -18,12 +18,10 @@ def invented(monkeypatch: pytest.MonkeyPatch, count: int) -> list[str]:
     return names
 
 
-def fake_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+def fake_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, listed: str, code: int = 0) -> None:
     """Put an `nvidia-smi` first on PATH that lists these GPUs."""
     program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}END\n")
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}\nEND\nexit {code}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
-    for cached in (gpus._listed, gpus.driver_gpus):
-        cached.cache_clear()
-        monkeypatch.setattr(gpus, cached.__name__, cached.__wrapped__)
+    monkeypatch.setattr(gpus, "_listed", gpus._listed.__wrapped__)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.host import gpus
 from infra.host.gpus import Gpu, GpuPool, gpus_here, leases, spans
+from refiner_core.contract.errors import SystemOutage
 from tests.support.gpus import fake_driver, invented
 
 #: Takes two GPUs for `grpo-1`, tells which, and keeps them until it is killed or told to end.
@@ -131,12 +131,16 @@ def test_names_are_those_of_cuda(
     assert list(gpus_here({} if given is None else {"CUDA_VISIBLE_DEVICES": given})) == expected
 
 
-def test_a_machine_without_a_driver_has_no_gpus(
+def test_a_driver_that_fails_is_no_machine_without_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_driver(tmp_path, monkeypatch, "")
-    monkeypatch.setattr(gpus, "_device_numbers", list)
-    assert gpus_here({}) == ()
+    """Runs wait until it answers again; GPUs with whole UUIDs are used meanwhile."""
+    fake_driver(tmp_path, monkeypatch, "Failed to initialize NVML", code=9)
+    for given in ({}, {"CUDA_VISIBLE_DEVICES": "0"}):
+        with pytest.raises(SystemOutage, match="Failed to initialize NVML"):
+            gpus_here(given)
+    whole = "GPU-12345678-1234-1234-1234-123456789012"
+    assert gpus_here({"CUDA_VISIBLE_DEVICES": whole}) == (Gpu(whole, whole),)
 
 
 def test_numbers_are_shown_as_spans() -> None:
