@@ -160,6 +160,7 @@ def _recipe_checks(
             )
         )
     if plan is not None:
+        checks.append(DoctorCheck("recipe", "GPUs", lambda _: _gpu_use(plan, info)))
         checks.append(
             DoctorCheck("workspace", "forecast", lambda _: _forecast(plan, info), limit_s=60)
         )
@@ -203,6 +204,18 @@ def _plan(
     yield fine(f"{plan.recipe}: {len(plan.stages)} stages ({names})")
     for note in planning_notes(plan):
         yield found("warning", note, f"refiner plan {info.recipe}", name="note")
+
+
+def _gpu_use(plan: Plan, info: SystemInfo) -> CheckResult | None:
+    """Whether the jobs that must run together have enough GPUs, here or on the cluster's nodes."""
+    from flows.checking.gpus import gpu_use
+
+    use = gpu_use(plan)
+    if use is None or use.nodes is None:
+        return None
+    if use.lacks:
+        return found("broken", use.lacks, f"refiner plan {info.recipe}", use.fix)
+    return fine(f"{use.at_once} are needed at the same time, and {sum(use.nodes)} are there")
 
 
 def _forecast(plan: Plan, info: SystemInfo) -> CheckResult:

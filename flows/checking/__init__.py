@@ -2,5 +2,5 @@
 
 ``sources`` (digests of a plan's inputs, unknown names), ``sets`` (rubric sets, protocols and
 environments), ``models`` (would the model fail after hours), ``resources`` (memory, time,
-programs).
+programs), ``gpus`` (how many at the same time, and who sits where).
 """

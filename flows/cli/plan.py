@@ -45,6 +45,7 @@ def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool, with_di
 
     Nothing is changed; neither network nor GPU is needed.
     """
+    from flows.checking.gpus import gpus_json
     from flows.checking.resources import memory_json, planning_notes
     from flows.disk import disk_of_plan
     from flows.plans import forecast, plan_json
@@ -57,6 +58,7 @@ def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool, with_di
     if as_json:
         value = {**plan_json(plan, forecast(plan)), "disk": _disk_json(room)}
         value |= {"memory": memory_json(plan), "time": [], "notes": planning_notes(plan)}
+        value["gpus"] = gpus_json(plan)
         print_json(value)
         return
     _show_disk(room, stages=with_disk)
@@ -103,11 +105,13 @@ def _disk_json(room: PlannedSpace) -> dict[str, Any]:
 def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) -> None:
     """Print a recipe's plan as a table or as JSON, notes on its training, and suggested
     commands."""
+    from flows.checking.gpus import gpu_lines
     from flows.checking.resources import planning_notes
 
     show_plan_of(plan, as_json)
     if as_json:
         return
+    print_lines(["", *lines] if (lines := gpu_lines(plan)) else [])
     for note in planning_notes(plan):
         click.echo(f"\nnote: {note}")
     command = command_line("run", recipe, *overrides)

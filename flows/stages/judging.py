@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING, Any, cast
 from flows.stages.work import StageWork
 from infra.host.processes import node_address
 from infra.jobs.dispatcher import AttemptRef
+from infra.ranks.messages import visible
 from infra.services.judges import JudgeServerProcess, live_endpoints, service_key, write_endpoint
 from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder, hand_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted
+from refiner_core.contract.placement import judge_numbers
 from refiner_core.contract.plan_builder import judge_service
 from refiner_core.contract.services import asks_judge, engine_of, serves
 from refiner_core.contract.types import Endpoint, FreshJudge, Judge, Progress, StageIO
@@ -151,10 +153,12 @@ def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
 
 def _server_for(work: StageWork) -> JudgeServerProcess:
     judge, paths = work.config.judge, work.workspace.layout.attempt(work.stage_id, work.attempt)
+    numbers = judge_numbers(work.config, work.spec.kind)
     return JudgeServerProcess(
         *(judge, paths.control),
         key=_key(judge, paths.control)[0],
         weights=_weights(judge.model),
+        gpus=visible(numbers) if numbers else "",
         log=str(paths.log),
         prefix="[judge] ",
         should_stop=work.io.should_stop,

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from infra.disk.caches import COMPILE_CACHES, node_caches
 from infra.host.files import again, names_in
 from infra.store import atomic
 from infra.store.layout import AttemptPaths, Layout, StagePaths
@@ -210,6 +211,9 @@ def by_run_and_kind(items: Sequence[DiskItem], runs: Mapping[str, Sequence[str]]
 
 
 def find_caches(names: Iterable[str]) -> list[DiskItem]:
-    """Caches named by environment variables or paths, with their sizes."""
-    folders = (Path(os.environ.get(name) or name).expanduser().absolute() for name in names)
+    """Caches named by environment variables or paths, with their sizes; those of compilers are
+    where jobs of this node put them."""
+    jobs = {name: str(node_caches() / folder) for name, folder in COMPILE_CACHES.items()}
+    given = (os.environ.get(name) or jobs.get(name) or name for name in names)
+    folders = (Path(place).expanduser().absolute() for place in given)
     return [DiskItem(f, "caches", size_of(f)) for f in dict.fromkeys(folders) if f.is_dir()]

@@ -9,7 +9,8 @@ Jobs of this machine are processes in sessions of their own: workers outlive the
 neither Ctrl-C in its terminal nor its end reaches them. Liveness is judged from processes. If the
 orchestrator is killed before it has recorded a job, the next one gives the attempt up, and the
 worker, which has to take the attempt first, finds that and exits. Jobs that only move bytes, or
-evaluate while training continues, give way to the trainer (:mod:`infra.jobs.niceness`).
+evaluate while training continues, give way to the trainer (:mod:`infra.jobs.niceness`). Each sees
+its own GPUs alone, which no other job of the machine has (:mod:`infra.host.gpus`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from infra.host.gpus import ORDER_OF_GPUS, VISIBLE, GpuPool, gpus_here, too_many_gpus
 from infra.host.processes import ProcessId, environment, start_apart
 from infra.jobs import niceness
 from infra.jobs.dispatcher import (
@@ -37,26 +39,49 @@ from infra.jobs.failures import classify_silent_end
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
-from refiner_core.contract.errors import RefinerError, StageFailed
+from refiner_core.contract.errors import LaunchError, RefinerError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.services import is_service
 
 
 class LocalDispatcher:
-    """Runs jobs as processes of this host; see :class:`~infra.jobs.dispatcher.Dispatcher`."""
+    """Runs jobs as processes of this host; see :class:`~infra.jobs.dispatcher.Dispatcher`.
+
+    ``gpus`` are held for jobs before they are submitted.
+    """
 
     executor = "local"
 
-    def __init__(self, workspace: Workspace, worker: WorkerCommand | None = None) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        worker: WorkerCommand | None = None,
+        gpus: GpuPool | None = None,
+    ) -> None:
         self.workspace = workspace
         self.worker = worker or WorkerCommand(workspace.root)
+        self.gpus = gpus or GpuPool()
         self._children: dict[AttemptRef, subprocess.Popen[bytes]] = {}
         self._codes: dict[AttemptRef, int] = {}
 
     # ------------------------------------------------------------ submitting
 
     def check(self, stage: PlannedStage) -> None:
-        """Accept any stage: a lack of resources shows when the job runs."""
+        """Accept any stage: a lack of memory or disk shows when the job runs."""
+
+    def check_gpus(self, stage: PlannedStage, services: Sequence[PlannedStage]) -> None:
+        """Refuse a stage that needs more GPUs, with its services, than this machine has.
+
+        Raises
+        ------
+        UnsupportedError
+            Names both numbers.
+        """
+        if stage.resources.gpus and self.workspace.read_result(stage.id) is None:
+            asked = {one.name: one.resources.gpus for one in (stage, *services)}
+            if refusal := too_many_gpus(asked, len(gpus_here())):
+                raise refusal
 
     def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
         """Start each job; errors by attempt."""
@@ -74,12 +99,38 @@ class LocalDispatcher:
         if request.nice:
             command = [self.worker.python, "-P", niceness.__file__, str(request.nice), *command]
         settings = job_settings(request.threads, request.code)
-        visible = {"CUDA_VISIBLE_DEVICES": _visible_gpus(request.resources.gpus)}
-        with paths.printed.open("ab") as printed:
-            worker = start_apart(command, printed, {**environment(), **settings, **visible})
+        try:
+            visible = self._visible_gpus(request)
+            leases = self.gpus.descriptors(request.stage_id)
+            with paths.printed.open("ab") as printed:
+                env = {**environment(), **settings, **visible}
+                worker = start_apart(command, printed, env, pass_fds=leases)
+        finally:  # the job has them now
+            self.gpus.release(request.stage_id)
         self._children[request.ref] = worker
         note = {"job_id": str(worker.pid), "executor": "local", "comment": request.comment}
         atomic.write_json(paths.job, {**note, "process": str(ProcessId.of(worker.pid))})
+
+    def _visible_gpus(self, request: JobRequest) -> dict[str, str]:
+        """Settings that show a job its own GPUs alone.
+
+        Raises
+        ------
+        LaunchError
+            Other jobs have taken them.
+        """
+        count, stage_id = request.resources.gpus, request.stage_id
+        names = self.gpus.names(stage_id)
+        if len(names) != count and not self.gpus.share({stage_id: count}):
+            raise LaunchError(
+                f"{count} GPUs are needed, and of this machine's {len(gpus_here())} too few are "
+                f"free: {self.gpus.room().users or 'there are no more'}",
+                expected="as many as the stage's `resources.gpus`",
+                fix="request fewer, or wait for the others",
+            )
+        visible = {VISIBLE: ",".join(self.gpus.names(stage_id))}
+        counted = count and VISIBLE not in os.environ and ORDER_OF_GPUS not in os.environ
+        return visible | ({ORDER_OF_GPUS: "PCI_BUS_ID"} if counted else {})
 
     # ------------------------------------------------------------ observing and stopping
 
@@ -139,25 +190,6 @@ class LocalDispatcher:
         return None if process is None else ProcessId.parse(process)
 
 
-def _visible_gpus(count: int) -> str:
-    """The first of the GPUs that the caller may use.
-
-    Raises
-    ------
-    StageFailed
-        There are fewer.
-    """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in given.split(",")] if given else list(map(str, range(count)))
-    if len(names) < count:
-        raise StageFailed(
-            f"{count} GPUs are requested, but CUDA_VISIBLE_DEVICES names {len(names)}",
-            expected="as many as the stage's `resources.gpus`",
-            fix="request fewer, or give this process more",
-        )
-    return ",".join(names[:count])
-
-
 _KINDS = ("fetch", "export", "publish", "card")
 
 
@@ -182,16 +214,26 @@ class Router:
         The executor of the next attempt at a stage.
     missing
         Reason why a configured dispatcher is not available; empty if all are.
+    gpus
+        GPUs of this machine that this process holds for local jobs.
     """
 
     dispatchers: Mapping[str, Dispatcher]
     executor_for: Callable[[PlannedStage], str]
     missing: str = ""
+    gpus: GpuPool = field(default_factory=GpuPool)
 
     def check(self, stages: Iterable[PlannedStage]) -> None:
         """Refuse stages that can never run on their executor; errors as in the dispatchers."""
+        stages = list(stages)
+        services = {name: s for s in stages if is_service(s.id) for name in (s.name, s.id)}
         for stage in stages:
-            self.dispatchers[self.executor_for(stage)].check(stage)
+            dispatcher = self.dispatchers[self.executor_for(stage)]
+            dispatcher.check(stage)
+            if isinstance(dispatcher, LocalDispatcher):
+                used = [services[name] for name in stage.after if name in services]
+                here = [s for s in used if self.executor_for(s) == dispatcher.executor]
+                dispatcher.check_gpus(stage, here)
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """All attempts, with one query per dispatcher. Jobs of an executor that this call does not
@@ -234,9 +276,10 @@ def make_router(config: DispatchConfig, workspace: Workspace, *, adopt: bool = T
     ConfigurationError
         The profile cannot be read.
     """
-    local = LocalDispatcher(workspace)
+    gpus = GpuPool()
+    local = LocalDispatcher(workspace, gpus=gpus)
     if config.executor == "local":
-        return Router({"local": local}, lambda _: "local")
+        return Router({"local": local}, lambda _: "local", gpus=gpus)
     from infra.slurm.dispatcher import SlurmDispatcher
     from infra.slurm.profiles import load_profile
 
@@ -244,7 +287,7 @@ def make_router(config: DispatchConfig, workspace: Workspace, *, adopt: bool = T
     slurm = SlurmDispatcher(
         workspace, profile, scheduler_poll_s=config.scheduler_poll_s, adopt=adopt
     )
-    return Router({"local": local, "slurm": slurm}, profile.executor_for)
+    return Router({"local": local, "slurm": slurm}, profile.executor_for, gpus=gpus)
 
 
 def read_only_router(config: DispatchConfig, workspace: Workspace) -> Router:

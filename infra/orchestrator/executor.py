@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from types import MappingProxyType
 from typing import Any, Literal
 
 from infra.host.processes import ProcessId
@@ -107,16 +108,20 @@ class Executor:
         actions: Iterable[Launch],
         records: Mapping[str, StageRecord],
         errors: CollectedErrors[str],
+        kept: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Claim an attempt at each stage, then submit all of one executor together."""
+        """Claim an attempt at each stage, then submit all of one executor together. ``kept`` are
+        the GPUs of this machine to hold for stages (by id) that start later."""
         groups: dict[str, list[tuple[PlannedStage, JobRequest]]] = {}
-        for action in actions:
+        for action in self._with_gpus(actions, kept):
             with errors.at(action.stage.id):
                 executor = self.router.executor_for(action.stage)
                 record = records.get(action.stage.id)
                 request = self._claim(action, executor, record.attempts if record else ())
                 if request is not None:
                     groups.setdefault(executor, []).append((action.stage, request))
+                else:
+                    self.router.gpus.release(action.stage.id)
         for executor, members in groups.items():
             with errors.at(*(stage.id for stage, _ in members)):
                 requests = [request for _, request in members]
@@ -127,6 +132,19 @@ class Executor:
                             self._not_submitted(stage, request, error)
                         else:
                             self._note(stage, "submit", attempt=request.attempt)
+
+    def _with_gpus(self, actions: Iterable[Launch], kept: Mapping[str, int]) -> list[Launch]:
+        """The stages that can start now: those with GPUs of this machine only if all of them are
+        held, so that none is claimed that another process has just left without."""
+        actions, local = list(actions), self.router.executor_for
+        asked = {
+            a.stage.id: a.stage.resources.gpus
+            for a in actions
+            if a.stage.resources.gpus and local(a.stage) == "local"
+        }
+        if self.router.gpus.share({**kept, **asked}):
+            return actions
+        return [a for a in actions if a.stage.id not in asked]
 
     def _claim(self, action: Launch, executor: str, before: Sequence[Attempt]) -> JobRequest | None:
         """Claim an attempt at a stage, and return its job."""

@@ -415,6 +415,7 @@ class Orchestrator:
             short=self._space_waits.short(ours),
             checkpoints=frozenset(checkpoints),
             ready=self._ready,
+            gpus=self.router.gpus.room() if self._asks_for_gpus(sound) else None,
         )
         now, began = self._clock(), self._ended_before
         pauses = not_before(self._records, began, self._ready_at, self._settings.backoff_s, now)
@@ -428,10 +429,17 @@ class Orchestrator:
             now=now,
             not_before=pauses,
             gave_up=self._space_waits.gave_up(),
-            runs_local=lambda stage: self.router.executor_for(stage) == "local",
+            runs_local=self._runs_local,
         )
         stages, given = union_of((m.stages, m.given) for m in sound)
         return reconcile(stages, given, self._records, observed, policy)
+
+    def _runs_local(self, stage: PlannedStage) -> bool:
+        return self.router.executor_for(stage) == "local"
+
+    def _asks_for_gpus(self, sound: Collection[Member]) -> bool:
+        stages = (s for m in sound for s in m.stages.values() if s.resources.gpus)
+        return any(map(self._runs_local, stages))
 
     def _note_of_space(self, event: Mapping[str, Any]) -> None:
         for member in self.members:
@@ -453,7 +461,9 @@ class Orchestrator:
                 member.leases.keep(sorted(wanted.intersection(member.stages)))
         fit = {i for m in sound if m not in trouble for i in m.stages}
         launches = [a for a in actions.values() if isinstance(a, Launch) and a.stage.id in fit]
-        self._actor.launch(launches, self._records, errors)
+        waits = [a for a in actions.values() if isinstance(a, Wait) and a.stage.id in fit]
+        kept = {a.stage.id: a.gpus for a in waits if a.gpus}
+        self._actor.launch(launches, self._records, errors, kept)
         for stage_id, action in actions.items():
             with errors.at(stage_id):
                 if isinstance(action, CloseAttempt):

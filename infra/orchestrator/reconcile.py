@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from infra.host.gpus import GpuRoom, too_many_gpus
 from infra.jobs.dispatcher import Liveness
-from infra.jobs.failures import CLASSES, budget_left, classify_silent_end, outcome_of
+from infra.jobs.failures import CLASSES, budget_left, classify, classify_silent_end, outcome_of
 from infra.orchestrator.timeline import first_line
 from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.plan import Plan
@@ -79,7 +80,8 @@ class Wait(Action):
     """Wait for a running (``attempt`` > 0) or queued attempt, for inputs, or for a free slot.
 
     ``unseen``: the state of the attempt is not known just now; ``short``: it continues by itself
-    when there is disk space, or an outage is over.
+    when there is disk space, or an outage is over; ``gpus`` are kept for it while its service
+    starts, so that two runs with a service each do not wait for each other.
     """
 
     reason: str
@@ -87,6 +89,7 @@ class Wait(Action):
     queued: bool = False
     unseen: bool = False
     short: bool = False
+    gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,12 +176,14 @@ class AttemptStatus:
 class Observation:
     """The present state: the newest attempt of each stage (by stage id), the stages (by id) that
     lack space for their next writes, the complete checkpoints (stage id, step) that a stage waits
-    for, and the attempts (stage id, number) at services that have answered."""
+    for, the attempts (stage id, number) at services that have answered, and this machine's GPUs
+    (None: nobody asks for any)."""
 
     attempts: Mapping[str, AttemptStatus] = field(default_factory=dict)
     short: Mapping[str, str] = field(default_factory=dict)
     checkpoints: frozenset[tuple[str, int]] = frozenset()
     ready: frozenset[tuple[str, int]] = frozenset()
+    gpus: GpuRoom | None = None
 
 
 @dataclass(frozen=True)
@@ -283,6 +288,11 @@ class _Step:
         self.slots = {
             False: policy.max_parallel - busy.count(False),
             True: max(2, policy.max_parallel) - busy.count(True),
+        }
+        self.free_gpus = observed.gpus.free if observed.gpus is not None else 0
+        #: Stages whose GPUs are taken, or will be in this round.
+        self.with_gpus = {
+            i for i, r in records.items() if r.attempts and r.attempts[-1].outcome is None
         }
 
     def _before(self, stage_id: str) -> Action:
@@ -460,11 +470,45 @@ class _Step:
         takes_slot = self.policy.runs_local(stage) and not is_service(stage.id)
         if takes_slot and self.slots[is_light(stage.id)] <= 0:
             return Wait(stage, "waits for a free slot (dispatch.max_parallel)")
+        if lacking := self._lacks_gpus(stage):
+            return lacking
         if unserved := self._served(stage):
+            if isinstance(unserved, Wait) and self._take_gpus(stage):
+                return replace(unserved, gpus=stage.resources.gpus)
             return unserved
+        self._take_gpus(stage)
         if takes_slot:
             self.slots[is_light(stage.id)] -= 1
         return Launch(stage, 0 if last is None else last.number)
+
+    def _gpus_of(self, stage: PlannedStage) -> int:
+        """GPUs of this machine that a stage needs and does not have yet."""
+        if stage.id in self.with_gpus or not self.policy.runs_local(stage):
+            return 0
+        return stage.resources.gpus
+
+    def _take_gpus(self, stage: PlannedStage) -> bool:
+        """Count a stage's GPUs as taken; True if there are any."""
+        count = self._gpus_of(stage)
+        self.free_gpus -= count
+        self.with_gpus.add(stage.id)
+        return count > 0
+
+    def _lacks_gpus(self, stage: PlannedStage) -> Action | None:
+        """Action of a stage without enough free GPUs, for itself and the services that it would
+        start; None if there are enough. A service of a stage that waits is not wanted, so that its
+        GPUs do not keep another run's stage waiting for ever."""
+        room, parts = self.observed.gpus, [stage, *self._services_of(stage)]
+        needed = sum(map(self._gpus_of, parts))
+        if room is None or not needed:
+            return None
+        asked = {s.name: s.resources.gpus for s in parts if self.policy.runs_local(s)}
+        if refusal := too_many_gpus(asked, room.total):
+            return Fail(stage, classify(refusal), "failed")
+        if needed <= self.free_gpus:
+            return None
+        text = f"waits for {needed} GPU{'s' * (needed > 1)}: {self.free_gpus} of {room.total} free"
+        return Wait(stage, f"{text}, {room.users}" if room.users else text)
 
     def _checkpoint(self, stage: PlannedStage, source: str, step: int) -> Action | None:
         """Action of a stage that reads the checkpoint of ``step``; None if it is there."""

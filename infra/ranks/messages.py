@@ -25,11 +25,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from infra.host.gpus import VISIBLE
 from infra.jobs.failures import traceback_signature
 from refiner_core.contract.errors import RefinerError, UnsupportedError
 from refiner_core.contract.placement import Placement
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: The job's ``CUDA_VISIBLE_DEVICES``; unset if that was unset.
 JOB_GPUS = "REFINER_JOB_GPUS"
 

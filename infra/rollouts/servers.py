@@ -32,10 +32,11 @@ from typing import Any, ClassVar
 
 import psutil
 
+from infra.host.gpus import VISIBLE
 from infra.host.processes import ProcessId, host_name
 from infra.process import watchdog
 from infra.process.child import kill_stale_processes
-from infra.ranks.messages import JOB_GPUS, VISIBLE, visible
+from infra.ranks.messages import JOB_GPUS, visible
 from infra.services.process import (
     ListenAddress,
     NotReady,

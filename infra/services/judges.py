@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from infra.host.gpus import VISIBLE
 from infra.host.processes import host_name
 from infra.host.secrets import MASK, masked
 from infra.jobs.dispatch import read_only_router
@@ -133,11 +134,14 @@ class JudgeServerProcess(ServerProcess):
         ended first.
     weights
         Folder or Hub id behind ``judge.model``.
+    gpus
+        Its GPUs, in the form of ``CUDA_VISIBLE_DEVICES``; empty: those of this process.
     """
 
     judge: JudgeConfig
     mark: Path
     weights: str | None = None
+    gpus: str = ""
     name: str = field(default="The judge's server", kw_only=True)
     section: ClassVar[str] = "judge.serve"
 
@@ -167,6 +171,7 @@ class JudgeServerProcess(ServerProcess):
     def command(self) -> tuple[str, dict[str, str]]:
         """See :class:`ServerProcess`."""
         environment = server_environment(self._engine, self.key, str(self.mark))
+        environment |= {VISIBLE: self.gpus} if self.gpus else {}
         return server_text(self.judge, self.at, self.weights), environment
 
     def check(self) -> None:

@@ -8,7 +8,8 @@ All nodes run the same number of processes. All rollout servers are on the first
 listen on loopback and take weights through its memory, and only rank 0, which is there, talks to
 them. Their share of GPUs is therefore idle on further nodes, which is reported when a plan is made.
 Processes take the first GPUs of a node and servers the last; with `rollout_server.colocate`
-servers take the first ones, too.
+servers take the first ones, too. A judge beside the stage (`judge.serve.where=beside`) takes the
+last `judge.resources.gpus` of the first node.
 
 Weights, gradients, optimiser and further copies of the model follow from sizes and ZeRO stage;
 activations and the key/value cache are rules of thumb for a decoder with gated feed-forward parts,
@@ -20,13 +21,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.fields import refuse_fields
 from refiner_core.contract.kinds import TRAINED_HERE
+from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.services import is_service, judge_gpus
 
 #: Stages that train weights, in the recipe's order.
 TrainingStage = str
@@ -77,6 +80,8 @@ class Placement:
         without GPUs.
     idle_gpus
         Unused GPUs, on all nodes together.
+    judge_gpus
+        GPUs of a judge beside the stage, on the first node.
     """
 
     nodes: int
@@ -84,6 +89,7 @@ class Placement:
     trainer_gpus: tuple[int, ...] = ()
     server_gpus: tuple[tuple[int, ...], ...] = ()
     idle_gpus: int = 0
+    judge_gpus: tuple[int, ...] = ()
 
     @property
     def world(self) -> int:
@@ -106,7 +112,12 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
     """
     refuse = functools.partial(refuse_fields, config)
     section, width = section_of(config, stage), config.grpo.vllm_tensor_parallel_size
-    gpus, nodes, wanted = section.resources.gpus, section.resources.nodes, section.nproc_per_node
+    nodes, wanted, judge = (
+        section.resources.nodes,
+        section.nproc_per_node,
+        judge_numbers(config, stage),
+    )
+    gpus = section.resources.gpus - len(judge)
     vllm = stage == "grpo" and config.grpo.generation_backend == "vllm"
     servers, shared = config.grpo.vllm_num_engines * vllm, config.grpo.rollout_server.colocate
     taken = servers * width if gpus else 0
@@ -134,8 +145,46 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
         for i in range(servers)
     )
     used = {*trainer_gpus, *(gpu for one in server_gpus for gpu in one)}
-    idle = (gpus - len(used)) + (nodes - 1) * (gpus - len(trainer_gpus))
-    return Placement(nodes, processes, trainer_gpus, server_gpus, idle)
+    elsewhere = section.resources.gpus - len(trainer_gpus)
+    idle = (gpus - len(used)) + (nodes - 1) * elsewhere
+    return Placement(nodes, processes, trainer_gpus, server_gpus, idle, judge)
+
+
+def judge_numbers(config: RecipeConfig, kind: str) -> tuple[int, ...]:
+    """The GPUs of a judge beside stages of a kind, as numbers within their job's: the last ones.
+
+    Raises
+    ------
+    ConfigurationError
+        The job has no GPU beside them.
+    """
+    count = judge_gpus(config, kind)
+    gpus = getattr(config, kind).resources.gpus if count else 0
+    refuse_fields(
+        config,
+        count and gpus <= count,
+        f"judge.serve.where judge.resources.gpus {kind}.resources.gpus",
+        f"{kind}.resources.gpus > {count}: a judge beside the stage takes GPUs of its job",
+        f"set {kind}.resources.gpus={count + 1} or more, or judge.serve.where=job",
+    )
+    return tuple(range(gpus - count, gpus))
+
+
+def stages_at_once(stages: Iterable[PlannedStage]) -> list[PlannedStage]:
+    """The stage that needs the most GPUs at the same time, and its services; empty if none needs
+    any."""
+    known = {stage.name: stage for stage in stages if stage.resources.gpus}
+    groups = [
+        [stage, *(known[n] for n in stage.after if n in known and is_service(known[n].id))]
+        for stage in known.values()
+        if not is_service(stage.id)
+    ]
+    return max(groups, key=lambda group: sum(all_gpus(s) for s in group), default=[])
+
+
+def all_gpus(stage: PlannedStage) -> int:
+    """GPUs of a stage's job, on all its nodes."""
+    return stage.resources.gpus * stage.resources.nodes
 
 
 def sampling_servers(config: RecipeConfig) -> tuple[tuple[int, ...], ...]:
@@ -148,13 +197,14 @@ def sampling_servers(config: RecipeConfig) -> tuple[tuple[int, ...], ...]:
     ConfigurationError
         Not one server fits.
     """
-    gpus, width = config.sample.resources.gpus, config.grpo.vllm_tensor_parallel_size
+    judge, width = len(judge_numbers(config, "sample")), config.grpo.vllm_tensor_parallel_size
+    gpus = config.sample.resources.gpus - judge
     refuse_fields(
         config,
         gpus < width and not (gpus == 0 and width == 1),
         "sample.resources.gpus grpo.vllm_tensor_parallel_size",
-        f"sample.resources.gpus >= {width}, for one rollout server",
-        f"set sample.resources.gpus={width}, or grpo.vllm_tensor_parallel_size=1",
+        f"sample.resources.gpus >= {width + judge}, for one rollout server",
+        f"set sample.resources.gpus={width + judge}, or grpo.vllm_tensor_parallel_size=1",
     )
     if not gpus:
         return ((),) * config.grpo.vllm_num_engines

@@ -51,6 +51,13 @@ def has_service(config: RecipeConfig) -> bool:
     return serves(config.judge) and config.judge.serve.where == "job"
 
 
+def judge_gpus(config: RecipeConfig, kind: str) -> int:
+    """GPUs that a judge beside stages of a kind takes out of the GPUs of their jobs."""
+    if not (serves(config.judge) and config.judge.serve.where == "beside"):
+        return 0
+    return config.judge.resources.gpus if asks_judge(config, kind) else 0
+
+
 def engine_of(judge: JudgeConfig) -> str:
     """The judge's engine: ``vllm``, ``transformers`` or ``command``."""
     return "command" if judge.serve.engine == "none" else judge.serve.engine

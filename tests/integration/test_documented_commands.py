@@ -68,7 +68,7 @@ TRIALS = (
     Trial("refiner run tiny( seed=2 .*)?", small=True),
     Trial("refiner run tiny dispatch.*", planned=True, words=_SLURM),
     Trial("refiner run RECIPE .*", planned=True, words=(("RECIPE", "tiny"),)),
-    Trial("refiner run .*", planned=True),
+    Trial("(CUDA_VISIBLE_DEVICES=.* )?refiner run .*", planned=True),
     Trial("refiner why .*", words=(("8.633", "{number}"),)),
     Trial("refiner diff A B", words=(("A B", "{first} {second}"),)),
     Trial("refiner disk pin .*", words=(("grpo-0123456789ab", "{grpo}"),)),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from infra.disk import inventory as copies_module
+from infra.disk.caches import use_node_caches
 from infra.disk.garbage_collection import carry_out, plan_reclaim
 from infra.disk.inventory import read_inventory
 from infra.disk.manager import (
@@ -579,6 +580,29 @@ def test_caches_of_the_quota_are_listed(tmp_path: Path, monkeypatch: pytest.Monk
     found = find_caches(("HF_HOME", "NOT_SET", str(tmp_path / "compile")))
     assert [i.path.name for i in found] == ["hf", "compile"]
     assert all(i.size.bytes >= MIB for i in found)
+
+
+def test_jobs_compile_into_a_private_folder_of_their_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache holds code: in a folder that others can write to, it would be theirs."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    settings = {"VLLM_CACHE_ROOT": "/mine", "TRITON_CACHE_DIR": ""}
+    use_node_caches(settings)
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert settings == {
+        "VLLM_CACHE_ROOT": "/mine",
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "CUDA_CACHE_PATH": f"{folder}/cuda",
+    }
+    (folder / "triton").mkdir()
+    assert [i.path for i in find_caches(("TRITON_CACHE_DIR",))] == [folder / "triton"]
+    folder.chmod(0o777)
+    use_node_caches(open_to_all := {})
+    assert open_to_all == {}
 
 
 def test_the_watch_reports_each_crossing_once_and_reclaims_first(workspace: Workspace) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from infra.attempt.stage_io import AttemptIO
+from infra.host.gpus import VISIBLE
 from infra.jobs.failures import classify, detailed, traceback_signature
 from infra.jobs.signals import AttemptClosed
 from infra.ranks.bridge import ADDRESS, KEY, Bridge, RemoteIO
 from infra.ranks.launch import LaunchFailure, error_of
 from infra.ranks.messages import (
     JOB_GPUS,
-    VISIBLE,
     decode,
     encode,
     event_line,

@@ -24,6 +24,7 @@ import pytest
 from infra.host.processes import free_port, holder_of, node_address
 from infra.jobs.failures import classify
 from infra.process.child import MARK
+from infra.ranks.messages import visible
 from infra.services.judges import (
     JudgeServerProcess,
     ServerRefusal,
@@ -123,6 +124,18 @@ def test_a_key_is_in_the_environment_of_its_engine_alone() -> None:
     other = server_environment("command", "secret", "/mark", given)
     assert other["REFINER_SERVER_KEY"] == "secret"
     assert "VLLM_API_KEY" not in other
+
+
+def test_a_judge_beside_a_stage_sees_its_own_gpus_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rank 0, which starts it, only the trainer's are visible."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("REFINER_JOB_GPUS", "4,5,6,7")
+    own_gpus = JudgeServerProcess(serve(engine="vllm"), tmp_path, gpus=visible((2, 3)))
+    shared = JudgeServerProcess(serve(engine="vllm"), tmp_path)
+    seen = [server.command()[1]["CUDA_VISIBLE_DEVICES"] for server in (own_gpus, shared)]
+    assert seen == ["6,7", "4,5"]
 
 
 # ---------------------------------------------------------------- which server it is

@@ -12,11 +12,23 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
-from refiner_core.contract.placement import Placement, placement_of
+from refiner_core.contract.placement import Placement, placement_of, sampling_servers
 
 TINY = load_recipe("tiny")
 VLLM = {"grpo.generation_backend": "vllm"}
 FLASH = {"model.attn_implementation": "flash_attention_2"}
+
+
+#: A judge of two GPUs within the jobs that ask it.
+BESIDE = {
+    **{
+        "judge.kind": "openai",
+        "judge.model": "m",
+        "judge.serve.engine": "vllm",
+        "judge.serve.where": "beside",
+    },
+    "judge.resources.gpus": 2,
+}
 
 
 def tiny(fields: dict[str, Any]) -> RecipeConfig:
@@ -64,6 +76,9 @@ COLOCATED = {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": T
             "engines` is 3, .*size` is 2, .*gpus` is 4 ",
         ),
         ({**VLLM, "grpo.vllm_tensor_parallel_size": 2}, "one process per server"),
+        # GPUs of a judge beside the stage
+        ({**BESIDE, "grpo.resources.gpus": 2}, r"grpo\.resources\.gpus=3 or more"),
+        ({**BESIDE, "grpo.resources.gpus": 8}, r"evaluate\.resources\.gpus=3 or more"),
         # older policies
         ({"grpo.async_steps": 70}, "is 70"),
         (
@@ -160,6 +175,12 @@ EIGHT = {**EIGHT_GPUS, **TWO_SERVERS}
             {**COLOCATED, "grpo.vllm_num_engines": 3, "grpo.nproc_per_node": 1},
             Placement(1, 1, (0,), ((0,), (1,), (2,)), idle_gpus=1),
         ),
+        # A judge beside the stage takes the last ones.
+        ({**EIGHT, **BESIDE}, Placement(1, 4, (0, 1, 2, 3), ((4,), (5,)), 0, (6, 7))),
+        (
+            {**BESIDE, "grpo.resources.gpus": 4, "grpo.resources.nodes": 2},
+            Placement(2, 2, (0, 1), (), idle_gpus=2, judge_gpus=(2, 3)),
+        ),
     ],
 )
 def test_processes_and_servers_get_their_gpus(fields: dict[str, Any], expected: Placement) -> None:
@@ -169,6 +190,11 @@ def test_processes_and_servers_get_their_gpus(fields: dict[str, Any], expected: 
 def test_rollout_servers_are_of_grpo_alone() -> None:
     fields = {"sft.resources.gpus": 8, **VLLM, "grpo.vllm_num_engines": 4}
     assert placed(fields, "sft") == Placement(1, 8, tuple(range(8)), ())
+
+
+def test_sampling_servers_leave_gpus_to_a_judge_beside_them() -> None:
+    fields = {**BESIDE, "sample.generation_backend": "vllm", "sample.resources.gpus": 5}
+    assert sampling_servers(tiny(fields)) == ((0,), (1,), (2,))
 
 
 def test_no_gpu_is_given_twice() -> None:

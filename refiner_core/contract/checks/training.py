@@ -17,6 +17,7 @@ from refiner_core.contract.kinds import KINDS, kinds_of
 from refiner_core.contract.placement import (
     STAGES,
     TrainingStage,
+    judge_numbers,
     placement_of,
     sampling_servers,
     section_of,
@@ -45,6 +46,7 @@ def check_training(config: RecipeConfig) -> None:
         _check_servers(config)
     if "evaluate" in config.stages:
         _check_kernel(config, "evaluate")
+        judge_numbers(config, "evaluate")
     if KINDS["sample"] in kinds_of(config.stages):
         _check_sampling(config)
 
@@ -77,6 +79,7 @@ def _idle_samplers(config: RecipeConfig) -> list[str]:
     if KINDS["sample"] not in kinds_of(config.stages):
         return []
     used = sum(map(len, sampling_servers(config))) if vllm else 1
+    used += len(judge_numbers(config, "sample"))
     if used >= gpus:
         return []
     how = (
@@ -321,6 +324,7 @@ def _check_sampling(config: RecipeConfig) -> None:
         "one node",
         "set sample.resources.nodes=1",
     )
+    judge_numbers(config, "sample")
     if rule.generation_backend == "vllm":
         sampling_servers(config)
     else:

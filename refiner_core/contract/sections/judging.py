@@ -61,7 +61,7 @@ class ServeConfig:
     where: Literal["job", "beside"] = execution(
         "job",
         doc="`job`: a job of its own, shared by all stages with the same judge; `beside`: within "
-        "the stage's own job, on its resources",
+        "the stage's own job, on `judge.resources.gpus` of its GPUs (0: on those that it uses)",
     )
     python: str | None = execution(
         None,

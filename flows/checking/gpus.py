@@ -1,0 +1,266 @@
+"""GPUs of a plan: who sits where, how many are used at the same time, and whether they are there.
+
+In: a plan; this machine's GPUs, or those of the cluster's nodes as `sinfo` lists them. Out: a
+:class:`GpuUse`, as lines of text and as JSON. Nothing heavy is imported, and nothing is refused
+here: a run refuses what this machine never has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infra.host.gpus import gpus_here, too_many_gpus
+from infra.slurm.nodes import gpus_of_nodes
+from infra.slurm.profiles import load_profile
+from refiner_core.contract.errors import SystemOutage
+from refiner_core.contract.placement import (
+    STAGES,
+    all_gpus,
+    judge_numbers,
+    placement_of,
+    sampling_servers,
+    stages_at_once,
+)
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.records import picked
+from refiner_core.contract.services import is_service
+
+#: What sits on a GPU, by the first letter of its cell.
+_LEGEND = {
+    "r": "rank of training",
+    "s": "rollout server",
+    "j": "judge",
+    "p": "policy",
+    "t": "your trainer",
+    ".": "idle",
+}
+
+
+@dataclass(frozen=True)
+class GpuJob:
+    """GPUs of one job: by node, a cell for each (``r0``: rank 0; see :data:`_LEGEND`)."""
+
+    stage: str
+    gpus_per_node: int
+    layout: tuple[tuple[str, ...], ...]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all its nodes."""
+        return sum(map(len, self.layout))
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """GPUs of a plan.
+
+    Attributes
+    ----------
+    executor
+        ``local`` (this machine) or ``slurm``.
+    jobs
+        Jobs that must run at the same time, and need the most GPUs: a stage with its services.
+    most
+        The most GPUs that are used at once, if they are there: by these and by stages beside them.
+    nodes
+        GPUs of each node that there is; None if that is unknown.
+    lacks
+        Why the jobs can never run at the same time; empty if they can, or that is unknown.
+    fix
+        What to do then.
+    """
+
+    executor: str
+    jobs: tuple[GpuJob, ...]
+    most: int
+    nodes: tuple[int, ...] | None
+    lacks: str = ""
+    fix: str = ""
+
+    @property
+    def at_once(self) -> int:
+        """GPUs that are needed at the same time."""
+        return sum(job.gpus for job in self.jobs)
+
+
+def gpu_use(plan: Plan) -> GpuUse | None:
+    """GPUs of a plan; None if no stage has any."""
+    together = stages_at_once(plan.stages)
+    jobs = tuple(_job(plan, stage) for stage in together)
+    if not jobs:
+        return None
+    dispatch = plan.config.dispatch
+    local = dispatch.executor == "local"
+    most = most_at_once(plan.stages, dispatch.max_parallel if local else len(plan.stages))
+    if not local:
+        return _on_cluster(plan, jobs, most)
+    try:
+        there = len(gpus_here())
+    except SystemOutage as error:
+        return GpuUse("local", jobs, most, None, error.what, error.fix)
+    refusal = too_many_gpus({job.stage: job.gpus for job in jobs}, there)
+    why = (refusal.what, refusal.fix) if refusal else ()
+    return GpuUse("local", jobs, most, (there,), *why)
+
+
+def _on_cluster(plan: Plan, jobs: tuple[GpuJob, ...], most: int) -> GpuUse:
+    profile = load_profile(plan.config.dispatch.profile)
+    nodes = gpus_of_nodes(profile)
+    lacks = "" if nodes is None or fits(jobs, nodes) else never_together(jobs, nodes)
+    fix = ""
+    if lacks:
+        fix = f"name a larger partition in profile {profile.name!r}, or ask for fewer GPUs: "
+        fix += f"{jobs[0].stage}.resources.gpus"
+        fix += ", judge.resources.gpus" if len(jobs) > 1 else ""
+    return GpuUse("slurm", jobs, most, nodes, lacks, fix)
+
+
+def fits(jobs: Iterable[GpuJob], nodes: Sequence[int]) -> bool:
+    """Tell whether empty nodes with these GPUs take all jobs at the same time."""
+    free = sorted(nodes)
+    for count in sorted((len(node) for job in jobs for node in job.layout), reverse=True):
+        place = next((i for i, gpus in enumerate(free) if gpus >= count), None)
+        if place is None:
+            return False
+        free[place] -= count
+        free.sort()
+    return True
+
+
+def never_together(jobs: Sequence[GpuJob], nodes: Sequence[int]) -> str:
+    """The sentence for jobs that do not fit on the nodes together."""
+    there = ", ".join(f"{nodes.count(n)} of {n}" for n in sorted(set(nodes), reverse=True))
+    asked = " and ".join(f"{job.stage} ({_shape(job)})" for job in jobs)
+    return f"{asked} can never run at the same time: the nodes with GPUs are {there or 'none'}"
+
+
+def _shape(job: GpuJob) -> str:
+    nodes = f"{len(job.layout)} x " if len(job.layout) > 1 else ""
+    return f"{nodes}{job.gpus_per_node}"
+
+
+# ---------------------------------------------------------------- at the same time
+
+
+def most_at_once(stages: Sequence[PlannedStage], parallel: int) -> int:
+    """The most GPUs of stages, at most ``parallel`` of them, that may run at the same time: none
+    waits for another one. A service counts once."""
+    known = {stage.name: stage for stage in stages}
+    before: dict[str, frozenset[str]] = {}
+    for stage in stages:  # inputs first
+        above = {n for n in (*stage.inputs.values(), *stage.after) if n in known}
+        above -= {stage.inputs[role] for role in stage.at_step}  # read while that stage runs
+        before[stage.name] = frozenset(above.union(*(before.get(n, frozenset()) for n in above)))
+    asking = [s for s in stages if s.resources.gpus and not is_service(s.id)]
+
+    @functools.cache
+    def best(left: tuple[str, ...], count: int, services: frozenset[str]) -> int:
+        if not left or not count:
+            return 0
+        first, rest = known[left[0]], left[1:]
+        new = {n for n in first.after if n in known and is_service(known[n].id)} - services
+        own = all_gpus(first) + sum(all_gpus(known[n]) for n in new)
+        apart = tuple(
+            n for n in rest if n not in before[first.name] and first.name not in before[n]
+        )
+        with_it = own + best(apart, count - 1, services | new)
+        return (
+            with_it
+            if len(apart) == len(rest) < count
+            else max(with_it, best(rest, count, services))
+        )
+
+    return best(tuple(s.name for s in asking), parallel, frozenset())
+
+
+# ---------------------------------------------------------------- who sits where
+
+
+def _job(plan: Plan, stage: PlannedStage) -> GpuJob:
+    """The GPUs of a stage's job, each with a cell."""
+    count, nodes = stage.resources.gpus, stage.resources.nodes
+    config, kind = plan.config_of(stage), stage.kind
+    if kind in STAGES:
+        placed = placement_of(config, kind)
+        layout = []
+        for node in range(nodes):
+            cells: dict[int, list[str]] = {}
+            for local, gpu in enumerate(placed.trainer_gpus):
+                cells.setdefault(gpu, []).append(f"r{node * placed.nproc_per_node + local}")
+            for number, server in enumerate(placed.server_gpus if node == 0 else ()):
+                for gpu in server:
+                    cells.setdefault(gpu, []).append(f"s{number}")
+            cells |= {gpu: ["j"] for gpu in placed.judge_gpus if node == 0}
+            layout.append(_cells(cells, count))
+        return GpuJob(stage.name, count, tuple(layout))
+    cells = {}
+    if kind == "sample" and config.sample.generation_backend == "vllm":
+        cells = {g: [f"s{i}"] for i, one in enumerate(sampling_servers(config)) for g in one}
+    elif kind in ("serve", "command"):
+        cells = {gpu: ["j" if kind == "serve" else "t"] for gpu in range(count)}
+    else:
+        cells = {0: ["p"]}
+    cells |= {gpu: ["j"] for gpu in judge_numbers(config, kind)} if kind != "serve" else {}
+    return GpuJob(stage.name, count, (_cells(cells, count),) * nodes)
+
+
+def _cells(cells: Mapping[int, Sequence[str]], count: int) -> tuple[str, ...]:
+    return tuple("+".join(cells.get(gpu, ["."])) for gpu in range(count))
+
+
+# ---------------------------------------------------------------- shown
+
+
+def gpu_lines(plan: Plan) -> list[str]:
+    """A plan's GPUs for people: the totals, a line per node, and what does not fit."""
+    use = gpu_use(plan)
+    if use is None:
+        return []
+    parts = " + ".join(f"{job.stage} {_shape(job)}" for job in use.jobs)
+    jobs = f"{len(use.jobs)} job{'s' * (len(use.jobs) > 1)}: {parts} GPUs"
+    lines = [f"GPUs: {use.at_once} at the same time ({jobs}); at the most {use.most} are used"]
+    cells = [
+        (job, n, "".join(f"{c:<4}" for c in node)) for job in use.jobs for n, node in _rows(job)
+    ]
+    if use.executor == "local":
+        known = f" ({sum(use.nodes)} GPUs)" if use.nodes is not None else ""
+        there = f"this machine{known}"
+        lines.append(
+            f"  {there}  " + " ".join(f"| {j.stage}: {text.rstrip()}" for j, _, text in cells)
+        )
+    else:
+        names = [f"{job.stage}, node {number}" for job, number, _ in cells]
+        width = max(map(len, names))
+        lines += [
+            f"  {n:<{width}} | {t.rstrip()}" for n, (_, _, t) in zip(names, cells, strict=True)
+        ]
+    used = {
+        part[0] for job in use.jobs for node in job.layout for c in node for part in c.split("+")
+    }
+    lines.append("  " + ", ".join(f"{key} {word}" for key, word in _LEGEND.items() if key in used))
+    if use.lacks:
+        lines.append(f"Impossible here: {use.lacks}. To fix it: {use.fix}.")
+    return lines
+
+
+def _rows(job: GpuJob) -> Iterator[tuple[int, tuple[str, ...]]]:
+    return enumerate(job.layout, start=1)
+
+
+def gpus_json(plan: Plan) -> dict[str, Any] | None:
+    """A plan's GPUs as JSON; None if no stage has any."""
+    use = gpu_use(plan)
+    if use is None:
+        return None
+    return {
+        **picked(use, "executor", "at_once", "most", "lacks", "fix"),
+        "nodes": None if use.nodes is None else list(use.nodes),
+        "jobs": [
+            {**picked(job, "stage", "gpus", "gpus_per_node"), "layout": [*map(list, job.layout)]}
+            for job in use.jobs
+        ],
+    }
