@@ -226,7 +226,8 @@ class RankState:
     """One rank when the stage stood still.
 
     ``silent_s`` is the time since it last sent its counts; ``in_collective`` what its stack shows
-    (None: unknown), ``place`` its innermost function.
+    (None: unknown), ``place`` its innermost function. ``enqueued`` and ``kernel`` are its last NCCL
+    collective; ``on_disk``: the kernel waits for a disk or a file system on its behalf.
     """
 
     rank: int
@@ -242,6 +243,7 @@ class RankState:
     place: str = ""
     enqueued: int = 0
     kernel: str = ""
+    on_disk: bool = False
 
     @property
     def waits(self) -> bool:

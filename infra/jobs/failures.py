@@ -101,6 +101,8 @@ _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (errors.LaunchError, "launch_failure"),
     (errors.SystemOutage, "system_outage"),
     (errors.KilledError, "killed"),
+    (errors.HungError, "hung"),
+    (errors.NodeLost, "node_failure"),
     (errors.UnsupportedError, "unsupported"),
     (errors.ConfigurationError, "bad_configuration"),
     (errors.DataError, "bad_data"),
@@ -209,7 +211,7 @@ def class_of_text(text: str) -> FailureClass | None:
 
 
 def detailed(outcome: AttemptOutcome, error: BaseException, step: int | None) -> AttemptOutcome:
-    """The outcome with the facts that identify the failure: step, traceback, errno.
+    """The outcome with the facts that identify the failure: step, traceback, errno, rank.
 
     A bug before the first step is quick to reproduce: it is not retried.
     """
@@ -221,6 +223,7 @@ def detailed(outcome: AttemptOutcome, error: BaseException, step: int | None) ->
         step=step,
         signature=traceback_signature(error),
         errno=found,
+        rank=getattr(error, "rank", None),
         decision="stop" if stop else outcome.decision,
     )
 

@@ -40,7 +40,7 @@ def offer_stacks() -> None:
 
 def was_asked() -> bool:
     """Tell whether this process's stacks were asked for."""
-    return any(os.stat(path).st_size for path in _answers(os.getpid()))
+    return any(path.stat().st_size for path in _answers(os.getpid()))
 
 
 def stacks_of(pids: Iterable[int]) -> dict[int, str]:
@@ -77,7 +77,7 @@ def _answers(pid: int) -> list[Path]:
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             with contextlib.suppress(OSError):
-                if os.readlink(path).startswith(f"/memfd:{_NAME}"):
+                if str(path.readlink()).startswith(f"/memfd:{_NAME}"):
                     found.append(path)
     return found[:1]
 

@@ -19,13 +19,14 @@ import hmac
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from refiner_core.contract.errors import ConfigurationError, StageFailed
-from refiner_core.contract.types import StageIO
+from refiner_core.contract.types import Progress, StageIO
+from refiner_core.training.pulse import PULSE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +87,7 @@ def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
             outcome = (None, error if ranks.world == 1 else portable(error))
     value, met = ranks.broadcast(outcome)
     if met is not None:
-        raise met
+        raise _in_rank(met, 0)
     return value  # type: ignore[return-value]
 
 
@@ -123,6 +124,7 @@ class TorchRanks(Ranks):
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self._cuda, self._torch, self._dist = cuda, torch, dist
         self._key = bytes.fromhex(os.environ.pop(TALK))  # not for child processes of a rank
+        self._is_line = False
         if cuda:
             torch.cuda.set_device(gpu_of(self.local_rank))
         dist.init_process_group(
@@ -145,6 +147,10 @@ class TorchRanks(Ranks):
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on all ranks."""
+        with self._noted("broadcast"):
+            return self._broadcast(value)
+
+    def _broadcast(self, value: T | None) -> T:
         first = self.rank == 0
         sent = self._sealed(value if first else None)
         size = self._torch.tensor([len(sent)])
@@ -157,10 +163,11 @@ class TorchRanks(Ranks):
 
     def gather(self, value: T) -> list[T] | None:
         """All values in order of rank, on rank 0; None elsewhere."""
-        mine, sizes, parts = self._padded(value)
-        first = self.rank == 0
-        self._dist.gather(mine, parts if first else None, dst=0, group=self._said)
-        return self._all_opened(parts, sizes) if first else None
+        with self._noted("gather"):
+            mine, sizes, parts = self._padded(value)
+            first = self.rank == 0
+            self._dist.gather(mine, parts if first else None, dst=0, group=self._said)
+            return self._all_opened(parts, sizes) if first else None
 
     def add(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in double precision, added in order of rank."""
@@ -168,7 +175,8 @@ class TorchRanks(Ranks):
         if not len(mine):
             return []
         parts = [self._torch.empty_like(mine) for _ in range(self.world)]
-        self._dist.all_gather(parts, mine, group=self._said)
+        with self._noted("add"):
+            self._dist.all_gather(parts, mine, group=self._said)
         sums = parts[0]
         for part in parts[1:]:
             sums = sums + part
@@ -176,21 +184,27 @@ class TorchRanks(Ranks):
 
     def all_or_none(self, error: BaseException | None) -> None:
         """Wait for all; raise on every rank if any of them has an error."""
-        mine, sizes, parts = self._padded(None if error is None else portable(error))
-        self._dist.all_gather(parts, mine, group=self._said)
-        errors = self._all_opened(parts, sizes)
+        with self._noted("all_or_none"):
+            mine, sizes, parts = self._padded(None if error is None else portable(error))
+            self._dist.all_gather(parts, mine, group=self._said)
+            errors = self._all_opened(parts, sizes)
         if error is not None:
             raise error
         for rank, other in enumerate(errors):
             if other is not None:
                 other.add_note(f"(rank {rank} of {self.world} ran into this)")
-                raise other
+                raise _in_rank(other, rank)
 
     def line(self) -> TorchRanks:
         """A third group, which closes together with the others."""
         other = copy.copy(self)
         other._take_a_line()
+        other._is_line = True
         return other
+
+    def _noted(self, name: str) -> AbstractContextManager[None]:
+        """Around a collective, for whoever observes this rank; lines pair up by themselves."""
+        return nullcontext() if self._is_line else PULSE.collective(name)
 
     def _take_a_line(self) -> None:
         self._said = self._dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -256,6 +270,12 @@ def gpu_of(local_rank: int) -> int:
     )
 
 
+def _in_rank(error: BaseException, rank: int) -> BaseException:
+    """The error, with the rank that it comes from."""
+    error.rank = rank  # type: ignore[attr-defined]
+    return error
+
+
 def portable(error: BaseException) -> BaseException:
     """The error itself if another process can unpickle it, else a copy of its message."""
     try:
@@ -270,7 +290,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 #: Calls of a StageIO that rank 0 makes alone, and those that all make together.
-_TOLD = ("log_metrics", "save_rollouts", "progress")
+_TOLD = ("log_metrics", "save_rollouts")
 _DECIDED = ("latest_checkpoint", "pass_over", "should_stop", "room_again")
 
 
@@ -294,6 +314,12 @@ class RanksIO:
         if name in _DECIDED:
             return lambda *args: self._decided(lambda io: getattr(io, name)(*args))
         raise AttributeError(name)
+
+    def progress(self, progress: Progress) -> None:
+        """Note the position on every rank; rank 0 reports it."""
+        PULSE.at(progress.done, progress.phase)
+        if self._io is not None:
+            self._io.progress(progress)
 
     def line(self) -> RanksIO:
         """The same IO for one other thread on each rank; all ranks create it together."""
