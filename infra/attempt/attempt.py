@@ -155,9 +155,7 @@ class AttemptRun:
         self._ref = AttemptRef(stage_id, number)
         self._lacking: set[Part] = set()
         self._began = time.monotonic()
-        self.clock = StallClock(
-            self._began, self.config.dispatch.hung_after_s, patient_phases(self.config)
-        )
+        self.clock = stall_clock(self.config, self._began)
         self.heartbeat = Heartbeat(
             self.paths.heartbeat, self._began, on_beat=self._after_beat, clock=self.clock
         )
@@ -421,9 +419,8 @@ class AttemptRun:
         if self._own_log:  # should nothing of Python run any more, the log gets the stacks
             later_s = self.config.dispatch.heartbeat_timeout_s / 2
             faulthandler.dump_traceback_later(later_s, file=2)
-        now = time.monotonic()
-        self.clock.pulse(self.io.ranks.counts(), now)
-        stall = self.clock.stall(now)
+        self.heartbeat.pulse(self.io.ranks.counts())
+        stall = self.clock.stall(time.monotonic())
         if stall is None or self._lacking:
             return
         if stall.silent_s > stall.limit_s + SLOW_FILES_S or not self.io.ranks.works_on_files():
@@ -530,10 +527,13 @@ class AttemptRun:
 # ---------------------------------------------------------------- stalls
 
 
-def patient_phases(config: RecipeConfig) -> tuple[str, ...]:
-    """Phases that wait for something outside, with limits of its own."""
-    remote = config.judge.kind != "lexical" or bool(config.environment.name)
-    return ("judge", *(("generate",) if config.environment.name else ())) if remote else ()
+def stall_clock(config: RecipeConfig, now: float) -> StallClock:
+    """The clock of an attempt. Phases that wait for something outside, which has limits of its own,
+    are always allowed the most."""
+    acts, dispatch = bool(config.environment.name), config.dispatch
+    asks = acts or config.judge.kind != "lexical"
+    patient = (*(("judge",) if asks else ()), *(("generate",) if acts else ()))
+    return StallClock(now, dispatch.hung_after_s, dispatch.hung_floor_s, patient)
 
 
 def earlier_times(

@@ -139,6 +139,10 @@ class Heartbeat:
         if before is None or before.phase != progress.phase:
             self._wake.set()
 
+    def pulse(self, counts: object) -> None:
+        """Take the counts of the processes that train."""
+        self._told += self._clock.pulse(counts, time.monotonic())
+
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Around the save of a checkpoint; a completed save is timed."""

@@ -6,7 +6,7 @@ phase allows, and :func:`find_laggard`, which names the rank that the others wai
 here is pure: callers pass the time.
 
 The limit of a phase is learned: three times the longest time without a sign of life in it (more
-while it has been seen less than four times), and 20 s. Nothing is known of a phase that was never
+while it has been seen less than four times), and ``dispatch.hung_floor_s``. Nothing is known of a phase that was never
 completed, or that waits for a remote judge or an environment: there the limit is
 ``dispatch.hung_after_s``, which is the most in any phase.
 
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from refiner_core.contract.types import Progress
 
-#: Least limit, seconds, and the multiple of the longest silence so far.
-FLOOR_S, TIMES = 20.0, 3.0
+#: The multiple of the longest silence so far.
+TIMES = 3.0
 #: The multiple is this divided by the number of visits, while that is more.
 _FIRST = 12.0
 #: What earlier attempts and other stages have shown counts as at most so many visits.
@@ -55,11 +55,11 @@ class Stall(NamedTuple):
     limit_s: float
 
 
-def limit_of(known: PhaseTimes | None, cap_s: float) -> float:
+def limit_of(known: PhaseTimes | None, cap_s: float, floor_s: float) -> float:
     """Limit of a phase without a sign of life, seconds."""
     if known is None or not known.visits:
         return cap_s
-    return min(cap_s, FLOOR_S + known.longest_s * max(TIMES, _FIRST / known.visits))
+    return min(cap_s, floor_s + known.longest_s * max(TIMES, _FIRST / known.visits))
 
 
 def merged(parts: Sequence[Mapping[str, PhaseTimes]]) -> dict[str, PhaseTimes]:
@@ -103,12 +103,16 @@ class StallClock:
         The time, seconds.
     cap_s
         Limit of every phase of which nothing is known, and the most of any.
+    floor_s
+        Added to every learned limit.
     patient
         Phases whose limit is always ``cap_s``.
     """
 
-    def __init__(self, now: float, cap_s: float, patient: Sequence[str] = ()) -> None:
-        self._cap_s, self._patient = cap_s, tuple(patient)
+    def __init__(
+        self, now: float, cap_s: float, floor_s: float = 0.0, patient: Sequence[str] = ()
+    ) -> None:
+        self._cap_s, self._floor_s, self._patient = cap_s, floor_s, tuple(patient)
         self._earlier: dict[str, PhaseTimes] = {}
         #: Times of this attempt's phases.
         self.times: dict[str, PhaseTimes] = {}
@@ -130,21 +134,25 @@ class StallClock:
                     self._leave(self._lanes.pop(other), own)
             self._enter(lane, _named(progress), (progress.done, dict(progress.values)), own)
 
-    def pulse(self, value: object, now: float) -> None:
-        """Take the counts of all processes that train; a change is a sign of life."""
+    def pulse(self, value: object, now: float) -> bool:
+        """Take the counts of all processes that train; a change is a sign of life. True if there
+        was one."""
         with self._lock:
             if value == self._pulse:
-                return
+                return False
             self._pulse = value
             own = self._own(now)
             for lane in self._lanes.values():
                 if lane.phase != SAVE:
                     lane.gap, lane.since = max(lane.gap, own - lane.since), own
+            return True
 
     def saving(self, lane: int, now: float, *, ends: bool) -> None:
         """Note that a thread begins or ends to write a checkpoint."""
         with self._lock:
             own, known = self._own(now), self._lanes.get(lane)
+            if not ends and known is not None and known.phase == SAVE:
+                return  # it has reported that already
             if not ends:
                 before = None if known is None else (known.phase, known.report)
                 self._enter(lane, SAVE, ("writing",), own)
@@ -180,7 +188,7 @@ class StallClock:
         if known is not None and earlier is not None:
             visits = known.visits + earlier.visits
             known = PhaseTimes(visits, max(known.longest_s, earlier.longest_s))
-        return limit_of(known or earlier, self._cap_s)
+        return limit_of(known or earlier, self._cap_s, self._floor_s)
 
     # ------------------------------------------------------------ parts
 
