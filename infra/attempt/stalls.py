@@ -6,9 +6,9 @@ phase allows, and :func:`find_laggard`, which names the rank that the others wai
 here is pure: callers pass the time.
 
 The limit of a phase is learned: three times the longest time without a sign of life in it (more
-while it has been seen less than four times), and ``dispatch.hung_floor_s``. Nothing is known of a phase that was never
-completed, or that waits for a remote judge or an environment: there the limit is
-``dispatch.hung_after_s``, which is the most in any phase.
+while it has been seen less than four times), and ``dispatch.hung_floor_s``. Nothing is known of a
+phase that was never completed, or that waits for a remote judge or an environment: there the limit
+is ``dispatch.hung_after_s``, which is the most in any phase.
 
 The clock advances at most a few seconds from one beat of the heartbeat to the next. So a suspended
 job, an overloaded machine and a file system that does not answer stop the clock, too.
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from refiner_core.contract.types import Progress
+from refiner_core.training.pulse import is_usual
 
 #: The multiple of the longest silence so far.
 TIMES = 3.0
@@ -313,7 +314,7 @@ def _skipped(states: Sequence[RankState]) -> _Found:
     if most > rest[0][1]:
         odd = [s for s in inside if s.inside != name]
     else:  # as many in one as in the other: who does what it never did after the same calls?
-        odd = [s for s in inside if not _is_usual(s)]
+        odd = [s for s in inside if not is_usual(s.recent)]
         if not odd or len(odd) == len(inside):
             ahead = max((s.step, s.phase != inside[0].phase) for s in inside)
             odd = [s for s in inside if (s.step, s.phase != inside[0].phase) == ahead]
@@ -322,21 +323,6 @@ def _skipped(states: Sequence[RankState]) -> _Found:
     others = sorted({s.inside for s in states if s not in odd})
     left = f"it waits in {odd[0].inside}, the others in {' or '.join(others)}"
     return odd, f"has left out a collective: {left}"
-
-
-def _is_usual(state: RankState) -> bool:
-    """Tell whether the last collective has followed the ones before it earlier, too."""
-    names = list(state.recent)
-    for length in range(min(6, len(names) - 1), 0, -1):
-        context = names[-1 - length : -1]
-        followed = [
-            names[i + length]
-            for i in range(len(names) - 1 - length)
-            if names[i : i + length] == context
-        ]
-        if followed:
-            return names[-1] in followed
-    return True
 
 
 def _behind(states: Sequence[RankState]) -> _Found:

@@ -39,7 +39,7 @@ from refiner_core.contract.planned import PlannedStage, stage_changes
 from refiner_core.contract.records import StageRecord, StageSpec
 from refiner_core.contract.services import is_service
 
-#: A worker ends a stage that stands still by itself, and names the cause; it comes first by so much.
+#: A worker ends a stage that stands still, and names the cause. It comes first by so many seconds.
 _WORKER_S = 60.0
 
 

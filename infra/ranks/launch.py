@@ -62,7 +62,13 @@ from infra.ranks.messages import (
 from infra.store import atomic
 from infra.store.atomic import has_room, no_space_error
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import Interrupted, KilledError, LaunchError, StageFailed
+from refiner_core.contract.errors import (
+    Interrupted,
+    KilledError,
+    LaunchError,
+    RanksDisagree,
+    StageFailed,
+)
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.training.ranks import TALK
@@ -362,11 +368,16 @@ def error_of(ended: LaunchFailure) -> Exception:
         return error
     if killed:  # a library aborted (NCCL's watchdog, a failed check in C++)
         return _killed(ended, *killed[0])
-    return ended.errors[0][1] if ended.errors else _unknown(ended)
+    spoke = {rank for rank, _ in ended.errors}
+    if ended.errors and all(rank in spoke for rank in ended.failures):
+        return ended.errors[0][1]
+    return _unknown(ended, [rank for rank in ended.failures if rank not in spoke])
 
 
 def is_consequence(error: BaseException) -> bool:
-    """True if an error only means that a partner is gone."""
+    """True if an error only means that a partner is gone, or does something else."""
+    if isinstance(error, RanksDisagree):
+        return True
     return bool(_CONSEQUENCE.search(str(error))) and not isinstance(error, KilledError)
 
 
@@ -394,7 +405,9 @@ def _killed_by(ended: LaunchFailure, rank: int, failure: Mapping[str, Any]) -> E
     )
 
 
-def _unknown(ended: LaunchFailure) -> Exception:
+def _unknown(ended: LaunchFailure, silent: Sequence[int] = ()) -> Exception:
+    """The error for an end without a message of its own; ``silent`` are the ranks that sent
+    none."""
     lines = [line.strip() for line in ended.lines if line.strip()]
     last = (lines or ["it printed nothing"])[-1]
     if ended.code == 128 + signal.SIGKILL:
@@ -412,16 +425,16 @@ def _unknown(ended: LaunchFailure) -> Exception:
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
     shown = "\n".join(lines[-_SHOWN:])
-    first = next(iter(ended.failures), None)
-    ranks = ", ".join(f"{rank}: {f['code']}" for rank, f in sorted(ended.failures.items()))
+    failures = {r: f for r, f in ended.failures.items() if r in silent} or ended.failures
+    ranks = ", ".join(f"{rank}: {f['code']}" for rank, f in sorted(failures.items()))
     codes = f"rank {ranks}" if ranks else f"their agent: {ended.code}"
     error = StageFailed(
         f"The ranks ended without a message (exit code of {codes}): {last}",
         expected="ranks that end well, or with an error message",
         fix=f"look at the log (`refiner logs STAGE`). Its last lines:\n{shown}",
     )
-    if first is not None:
-        error.rank = first  # type: ignore[attr-defined]
+    if failures:
+        error.rank = next(iter(failures))  # type: ignore[attr-defined]
     return error
 
 

@@ -144,6 +144,12 @@ class HungError(RefinerError, RuntimeError):
     resumable = True
 
 
+class RanksDisagree(RefinerError, RuntimeError):
+    """Collectives that differ between ranks: one has taken another branch."""
+
+    resumable = True
+
+
 class NodeLost(RefinerError, RuntimeError):
     """Node of the stage that does not answer any more, with its processes."""
 

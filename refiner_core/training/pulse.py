@@ -8,12 +8,14 @@ per forward pass and per collective; nothing is written here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 #: Number of last collectives that are kept: more than those of one phase of a step.
 _RECENT = 48
+#: Most collectives that are compared with earlier ones.
+_CONTEXT = 6
 
 
 class Pulse:
@@ -62,6 +64,18 @@ class Pulse:
         """The counts as a JSON value."""
         names = ("step", "phase", "calls", "inside", "moved")
         return {**{name: getattr(self, name) for name in names}, "recent": list(self.recent)}
+
+
+def is_usual(names: Sequence[str]) -> bool:
+    """Tell whether the last collective has followed the ones before it earlier, too. After one that
+    was left out it has not."""
+    for length in range(min(_CONTEXT, len(names) - 1), 0, -1):
+        context = list(names[-1 - length : -1])
+        starts = range(len(names) - 1 - length)
+        followed = {names[i + length] for i in starts if list(names[i : i + length]) == context}
+        if followed:
+            return names[-1] in followed
+    return True
 
 
 #: Of this process.

@@ -18,15 +18,17 @@ import hashlib
 import hmac
 import os
 import pickle
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from refiner_core.contract.errors import ConfigurationError, StageFailed
+from refiner_core.contract.errors import ConfigurationError, RanksDisagree, StageFailed
 from refiner_core.contract.types import Progress, StageIO
-from refiner_core.training.pulse import PULSE
+from refiner_core.training.pulse import PULSE, is_usual
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,10 +155,13 @@ class TorchRanks(Ranks):
     def _broadcast(self, value: T | None) -> T:
         first = self.rank == 0
         sent = self._sealed(value if first else None)
-        size = self._torch.tensor([len(sent)])
-        self._dist.broadcast(size, src=0, group=self._said)
+        head = self._torch.tensor([len(sent), _code("broadcast")])
+        self._dist.broadcast(head, src=0, group=self._said)
+        if int(head[1]) != _code("broadcast"):
+            odd = 0 if is_usual(self._recent) else self.rank
+            raise _in_rank(_disagreement(odd, f"rank {self.rank}: broadcast"), odd)
         if not first:
-            sent = self._torch.empty(int(size), dtype=self._torch.uint8)
+            sent = self._torch.empty(int(head[0]), dtype=self._torch.uint8)
         self._dist.broadcast(sent, src=0, group=self._said)
         said: T = value if first else self._opened(sent)  # type: ignore[assignment]
         return said
@@ -164,7 +169,7 @@ class TorchRanks(Ranks):
     def gather(self, value: T) -> list[T] | None:
         """All values in order of rank, on rank 0; None elsewhere."""
         with self._noted("gather"):
-            mine, sizes, parts = self._padded(value)
+            mine, sizes, parts = self._padded(value, "gather")
             first = self.rank == 0
             self._dist.gather(mine, parts if first else None, dst=0, group=self._said)
             return self._all_opened(parts, sizes) if first else None
@@ -175,7 +180,9 @@ class TorchRanks(Ranks):
         if not len(mine):
             return []
         parts = [self._torch.empty_like(mine) for _ in range(self.world)]
-        with self._noted("add"):
+        name = f"add of {len(mine)}"
+        with self._noted(name):
+            self._agreed(len(mine), name)
             self._dist.all_gather(parts, mine, group=self._said)
         sums = parts[0]
         for part in parts[1:]:
@@ -185,7 +192,10 @@ class TorchRanks(Ranks):
     def all_or_none(self, error: BaseException | None) -> None:
         """Wait for all; raise on every rank if any of them has an error."""
         with self._noted("all_or_none"):
-            mine, sizes, parts = self._padded(None if error is None else portable(error))
+            try:
+                mine, sizes, parts = self._padded(error and portable(error), "all_or_none")
+            except RanksDisagree as odd:  # others are elsewhere because of this rank's error
+                raise (error or odd) from None
             self._dist.all_gather(parts, mine, group=self._said)
             errors = self._all_opened(parts, sizes)
         if error is not None:
@@ -211,12 +221,38 @@ class TorchRanks(Ranks):
 
     # ------------------------------------------------------------ signed objects
 
-    def _padded(self, value: Any) -> tuple[Tensor, list[int], list[Tensor]]:
+    def _agreed(self, size: int, name: str) -> list[int]:
+        """All sizes, once all ranks are known to make the same call.
+
+        Raises
+        ------
+        RanksDisagree
+            They make different ones; on every rank.
+        """
+        told = self._exchanged([size, _code(name)])
+        if len({code for _, code in told}) > 1:
+            usual = self._exchanged([int(is_usual(self._recent)), _code(name)])
+            known = Counter(code for _, code in usual)
+            odd = min(range(self.world), key=lambda r: (known[usual[r][1]], usual[r][0], -r))
+            raise _in_rank(_disagreement(odd, f"rank {self.rank}: {name}"), odd)
+        return [size for size, _ in told]
+
+    def _exchanged(self, values: Sequence[int]) -> list[list[int]]:
+        """A few numbers of every rank."""
+        torch = self._torch
+        told = [torch.empty(len(values), dtype=torch.int64) for _ in range(self.world)]
+        self._dist.all_gather(told, torch.tensor(values), group=self._said)
+        return [part.tolist() for part in told]
+
+    @property
+    def _recent(self) -> Sequence[str]:
+        """This channel's last collectives, as far as they are known."""
+        return () if self._is_line else list(PULSE.recent)
+
+    def _padded(self, value: Any, name: str) -> tuple[Tensor, list[int], list[Tensor]]:
         """This rank's message, padded to the longest; all lengths; buffers for all messages."""
         torch, mine = self._torch, self._sealed(value)
-        told = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
-        self._dist.all_gather(told, torch.tensor([len(mine)]), group=self._said)
-        sizes = [int(size) for size in told]
+        sizes = self._agreed(len(mine), name)
         mine = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
         return mine, sizes, [torch.empty_like(mine) for _ in range(self.world)]
 
@@ -267,6 +303,20 @@ def gpu_of(local_rank: int) -> int:
         f"Training process {local_rank} of this node has no GPU: torch sees {count}",
         expected="a GPU for every training process of a node",
         fix="lower nproc_per_node, or raise resources.gpus",
+    )
+
+
+def _code(name: str) -> int:
+    """A number of a call's name, equal in all processes."""
+    return zlib.crc32(name.encode())
+
+
+def _disagreement(odd: int, here: str) -> RanksDisagree:
+    return RanksDisagree(
+        f"The ranks make different calls: rank {odd} has left one out, or made another ({here})",
+        expected="all ranks to take the same branches",
+        fix="see the tracebacks of all ranks in `refiner logs STAGE`; a branch on something that "
+        "differs between ranks (its data, a random number, a file) is the usual cause",
     )
 
 

@@ -1,8 +1,8 @@
 """A rank that trains a little on gloo, and has one planned fault: ``hanging_rank.py`` as a module.
 
-``behaviour.json`` in the workspace: ``steps``, ``step_s``, and the ``fault``: its ``rank``, ``step``,
-``phase`` and ``kind`` (sleep, loop, skip, die, exit, memory, disk). The ranks, their messages and the
-way to the attempt are the real ones. ``fault.json`` gets the time of the fault.
+``behaviour.json`` in the workspace: ``steps``, ``step_s``, and the ``fault``: its ``rank``,
+``step``, ``phase`` and ``kind``. The ranks, their messages and the way to the attempt are the real
+ones. ``fault.json`` gets the time of the fault.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class _Rank:
     def train(self) -> None:
         self.io.progress(Progress(0, 0, "loading"))
         self.work("loading")
-        for self.step in range(1, int(self.told["steps"]) + 1):
+        for step in range(1, int(self.told["steps"]) + 1):
+            self.step = step
             for phase in PHASES:
                 self.io.progress(Progress(self.step - 1, int(self.told["steps"]), phase))
                 getattr(self, phase)()
