@@ -152,16 +152,17 @@ class StallClock:
         """Note that a thread begins or ends to write a checkpoint."""
         with self._lock:
             own, known = self._own(now), self._lanes.get(lane)
-            if not ends and known is not None and known.phase == SAVE:
-                return  # it has reported that already
             if not ends:
                 before = None if known is None else (known.phase, known.report)
-                self._enter(lane, SAVE, ("writing",), own)
+                if known is None or known.phase != SAVE:  # else it has reported that already
+                    self._enter(lane, SAVE, ("writing",), own)
                 self._lanes[lane].before = before
             elif known is not None:
                 before = known.before
                 if before is None:
                     self._leave(self._lanes.pop(lane), own)
+                elif before[0] == SAVE:
+                    known.gap, known.since = max(known.gap, own - known.since), own
                 else:
                     self._enter(lane, *before, own)
 

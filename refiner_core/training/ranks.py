@@ -21,7 +21,7 @@ import pickle
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -127,6 +127,8 @@ class TorchRanks(Ranks):
         self._cuda, self._torch, self._dist = cuda, torch, dist
         self._key = bytes.fromhex(os.environ.pop(TALK))  # not for child processes of a rank
         self._is_line = False
+        #: Set once the ranks' calls no longer fit: no further one can.
+        self._torn: RanksDisagree | None = None
         if cuda:
             torch.cuda.set_device(gpu_of(self.local_rank))
         dist.init_process_group(
@@ -159,7 +161,8 @@ class TorchRanks(Ranks):
         self._dist.broadcast(head, src=0, group=self._said)
         if int(head[1]) != _code("broadcast"):
             odd = 0 if is_usual(self._recent) else self.rank
-            raise _in_rank(_disagreement(odd, f"rank {self.rank}: broadcast"), odd)
+            self._torn = _disagreement(odd, f"rank {self.rank}: broadcast")
+            raise self._torn
         if not first:
             sent = self._torch.empty(int(head[0]), dtype=self._torch.uint8)
         self._dist.broadcast(sent, src=0, group=self._said)
@@ -191,6 +194,8 @@ class TorchRanks(Ranks):
 
     def all_or_none(self, error: BaseException | None) -> None:
         """Wait for all; raise on every rank if any of them has an error."""
+        if error is not None and self._torn:
+            raise error
         with self._noted("all_or_none"):
             try:
                 mine, sizes, parts = self._padded(error and portable(error), "all_or_none")
@@ -214,6 +219,8 @@ class TorchRanks(Ranks):
 
     def _noted(self, name: str) -> AbstractContextManager[None]:
         """Around a collective, for whoever observes this rank; lines pair up by themselves."""
+        if self._torn:
+            raise self._torn
         return nullcontext() if self._is_line else PULSE.collective(name)
 
     def _take_a_line(self) -> None:
@@ -234,7 +241,8 @@ class TorchRanks(Ranks):
             usual = self._exchanged([int(is_usual(self._recent)), _code(name)])
             known = Counter(code for _, code in usual)
             odd = min(range(self.world), key=lambda r: (known[usual[r][1]], usual[r][0], -r))
-            raise _in_rank(_disagreement(odd, f"rank {self.rank}: {name}"), odd)
+            self._torn = _disagreement(odd, f"rank {self.rank}: {name}")
+            raise self._torn
         return [size for size, _ in told]
 
     def _exchanged(self, values: Sequence[int]) -> list[list[int]]:
@@ -312,12 +320,14 @@ def _code(name: str) -> int:
 
 
 def _disagreement(odd: int, here: str) -> RanksDisagree:
-    return RanksDisagree(
+    error = RanksDisagree(
         f"The ranks make different calls: rank {odd} has left one out, or made another ({here})",
         expected="all ranks to take the same branches",
         fix="see the tracebacks of all ranks in `refiner logs STAGE`; a branch on something that "
         "differs between ranks (its data, a random number, a file) is the usual cause",
     )
+    error.rank = odd  # type: ignore[attr-defined]
+    return error
 
 
 def _in_rank(error: BaseException, rank: int) -> BaseException:
@@ -391,7 +401,10 @@ class RanksIO:
         except BaseException as raised:
             # All ranks receive the store's error (e.g. a full disk).
             met = raised
-            self._decided(lambda _: context and context.__exit__(type(met), met, met.__traceback__))
+            with suppress(RanksDisagree):  # their calls no longer fit
+                self._decided(
+                    lambda _: context and context.__exit__(type(met), met, met.__traceback__)
+                )
             raise
         self._decided(lambda _: context.__exit__(None, None, None) if context is not None else None)
 
