@@ -90,8 +90,6 @@ log = logging.getLogger(__name__)
 #: it, or its outcome could not be written.
 Part = Literal["save", "write", "heartbeat", "end"]
 
-#: Reading and writing excuse a silence beyond its limit for at most so long, seconds.
-SLOW_FILES_S = 3600.0
 #: Most other stages whose times are read.
 _OTHERS = 16
 #: How long a worker tries to write its outcome on a full disk, seconds (`disk.hold_s` at most).
@@ -423,7 +421,7 @@ class AttemptRun:
         stall = self.clock.stall(time.monotonic())
         if stall is None or self._lacking:
             return
-        if stall.silent_s > stall.limit_s + SLOW_FILES_S or not self.io.ranks.works_on_files():
+        if not self.clock.is_excused(stall, works_on_files=self.io.ranks.works_on_files()):
             self._end_stalled(stall)
 
     def _end_stalled(self, stall: Stall) -> None:

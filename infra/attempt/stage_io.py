@@ -17,7 +17,7 @@ or a save begins:
     told               moves with each report of the stage, and while it saves
     moved_at_s         when its report last changed, by ``seconds``
     saving, save_s     whether a checkpoint is being written; seconds of the longest save
-    phases             by phase: completed visits, and the longest silence in them, seconds
+    phases             by phase: completed visits, the longest silence in one, the longest one
     stalled            the stall that ended the attempt, if one did
     seconds            since the worker began
 
@@ -191,7 +191,7 @@ class Heartbeat:
             "save_s": None if self._save_s is None else round(self._save_s, 3),
             "seconds": self._seconds(),
             "progress": atomic.finite(to_json(self.progress)),
-            "phases": {p: (n, round(s, 2)) for p, (n, s) in self._clock.times.copy().items()},
+            "phases": {p: [round(n, 2) for n in t] for p, t in self._clock.times.copy().items()},
         }
         if self.stalled is not None:
             value["stalled"] = self.stalled._asdict()

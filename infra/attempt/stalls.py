@@ -6,7 +6,9 @@ phase allows, and :func:`find_laggard`, which names the rank that the others wai
 here is pure: callers pass the time.
 
 The limit of a phase is learned: three times the longest time without a sign of life in it (more
-while it has been seen less than four times), and ``dispatch.hung_floor_s``. Nothing is known of a
+while it has been seen less than four times), at least its longest visit, and
+``dispatch.hung_floor_s``. Until an attempt has seen a phase four times, earlier attempts and other
+stages of its kind and model count, too, with their longest visits. Nothing is known of a
 phase that was never completed, or that waits for a remote judge or an environment: there the limit
 is ``dispatch.hung_after_s``, which is the most in any phase.
 
@@ -29,23 +31,32 @@ from refiner_core.training.pulse import is_usual
 TIMES = 3.0
 #: The multiple is this divided by the number of visits, while that is more.
 _FIRST = 12.0
-#: What earlier attempts and other stages have shown counts as at most so many visits.
-_EARLIER = 3
+#: After so many visits, an attempt's own times are enough.
+_ENOUGH = 4
 #: The clock advances at most so much between two beats, seconds.
 _BEAT_S = 6.0
 #: Phases with a learned limit: those of trainings, with all long work in one of them.
 _BEGINNINGS = ("starting ranks", "loading")
 LEARNED = (*_BEGINNINGS, "train", "validate", "generate", "judge", "update", "save", "export")
 SAVE = "save"
+#: Reading and writing excuse a silence beyond its limit for at most so long, seconds.
+SLOW_FILES_S = 3600.0
 #: A rank that sends nothing for so long is gone, or stuck outside of Python.
 SILENT_S = 12.0
 
 
 class PhaseTimes(NamedTuple):
-    """Completed visits of a phase, and the longest time without a sign of life in it."""
+    """Completed visits of a phase, the longest time without a sign of life in one, and the longest
+    visit."""
 
     visits: int
     longest_s: float
+    length_s: float = 0.0
+
+    def and_also(self, other: PhaseTimes) -> PhaseTimes:
+        """Both together."""
+        longest_s, length_s = max(self[1], other[1]), max(self[2], other[2])
+        return PhaseTimes(self.visits + other.visits, longest_s, length_s)
 
 
 class Stall(NamedTuple):
@@ -60,27 +71,33 @@ def limit_of(known: PhaseTimes | None, cap_s: float, floor_s: float) -> float:
     """Limit of a phase without a sign of life, seconds."""
     if known is None or not known.visits:
         return cap_s
-    return min(cap_s, floor_s + known.longest_s * max(TIMES, _FIRST / known.visits))
+    silent_s = known.longest_s * max(TIMES, _FIRST / known.visits)
+    return min(cap_s, floor_s + max(silent_s, known.length_s))
 
 
 def merged(parts: Sequence[Mapping[str, PhaseTimes]]) -> dict[str, PhaseTimes]:
-    """What several earlier attempts have shown together."""
+    """What several earlier attempts have shown together. They may have reported in another rhythm
+    (other batches, another engine), so their whole visits count as silent."""
     found: dict[str, PhaseTimes] = {}
     for part in parts:
-        for phase, (visits, longest_s) in part.items():
-            before = found.get(phase, PhaseTimes(0, 0.0))
-            found[phase] = PhaseTimes(before.visits + visits, max(before.longest_s, longest_s))
-    return {p: PhaseTimes(min(_EARLIER, t.visits), t.longest_s) for p, t in found.items()}
+        for phase, times in part.items():
+            whole = times._replace(longest_s=max(times.longest_s, times.length_s))
+            found[phase] = found.get(phase, PhaseTimes(0, 0.0)).and_also(whole)
+    return {p: t._replace(visits=min(_ENOUGH, t.visits)) for p, t in found.items()}
 
 
 def times_of(beat: Mapping[str, Any], *, stalled: bool) -> dict[str, PhaseTimes]:
     """Times in an attempt's last heartbeat; ``stalled`` includes a stall that ended it, after which
     the same stage gets more patience."""
-    found = {p: PhaseTimes(int(n), float(s)) for p, (n, s) in (beat.get("phases") or {}).items()}
+    found = {p: PhaseTimes(int(n), *map(float, s)) for p, (n, *s) in _phases(beat).items()}
     if stalled and (met := beat.get("stalled")):
-        before = found.get(str(met["phase"]), PhaseTimes(1, 0.0))
-        longest_s = max(before.longest_s, float(met["silent_s"]))
-        found[str(met["phase"])] = PhaseTimes(before.visits, longest_s)
+        phase, lasted = str(met["phase"]), PhaseTimes(0, float(met["silent_s"]))
+        found[phase] = found.get(phase, PhaseTimes(1, 0.0)).and_also(lasted)
+    return found
+
+
+def _phases(beat: Mapping[str, Any]) -> Mapping[str, Sequence[float]]:
+    found: Mapping[str, Sequence[float]] = beat.get("phases") or {}
     return found
 
 
@@ -93,6 +110,10 @@ class _Lane:
     since: float
     before: tuple[str, Any] | None = None  # around a save
     gap: float = 0.0
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = self.since
 
 
 class StallClock:
@@ -173,7 +194,8 @@ class StallClock:
             self._last_beat = now
 
     def stall(self, now: float) -> Stall | None:
-        """The stall, if every thread has shown no sign of life for longer than its limit."""
+        """The stall, if every thread has shown no sign of life for longer than its limit. It
+        may be excused."""
         with self._lock:
             own = self._own(now)
             silent = [(own - lane.since, lane.phase) for lane in self._lanes.values()]
@@ -182,14 +204,19 @@ class StallClock:
             longest_s, phase = max(silent)
             return Stall(phase, longest_s, self.limit_s(phase))
 
+    @staticmethod
+    def is_excused(stall: Stall, *, works_on_files: bool) -> bool:
+        """Tell whether a stall is none: the processes read or write large files, which is silent
+        and may take much longer than before (a cold cache, a busy file system)."""
+        return works_on_files and stall.silent_s <= stall.limit_s + SLOW_FILES_S
+
     def limit_s(self, phase: str) -> float:
         """The limit of a phase now."""
         if phase not in LEARNED or phase in self._patient:
             return self._cap_s
         known, earlier = self.times.get(phase), self._earlier.get(phase)
-        if known is not None and earlier is not None:
-            visits = known.visits + earlier.visits
-            known = PhaseTimes(visits, max(known.longest_s, earlier.longest_s))
+        if known is not None and earlier is not None and known.visits < _ENOUGH:
+            known = known.and_also(earlier)
         return limit_of(known or earlier, self._cap_s, self._floor_s)
 
     # ------------------------------------------------------------ parts
@@ -213,8 +240,8 @@ class StallClock:
 
     def _leave(self, lane: _Lane, own: float) -> None:
         before = self.times.get(lane.phase, PhaseTimes(0, 0.0))
-        longest_s = max(before.longest_s, lane.gap, own - lane.since)
-        self.times[lane.phase] = PhaseTimes(before.visits + 1, longest_s)
+        visit = PhaseTimes(1, max(lane.gap, own - lane.since), own - lane.began)
+        self.times[lane.phase] = before.and_also(visit)
 
 
 def _named(progress: Progress) -> str:

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.attempt.rank_watch import STACKS
 from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.records import AttemptOutcome
 from tests.support.command import ROOT, environment
@@ -56,6 +57,7 @@ class FaultVerdict:
     outcome: AttemptOutcome | None
     seconds: float
     usual_s: float
+    stacks: str = ""
 
     @property
     def named(self) -> bool:
@@ -90,9 +92,13 @@ class FaultLab:
         path = root / "fault.json"
         began = json.loads(path.read_text())["at"] if path.exists() else ended
         beat = workspace.read_heartbeat(self.stage.id, 1) or {}
-        _, usual_s = beat.get("phases", {}).get(fault.phase, (0, self.step_s / 5))
+        _, _, usual_s = beat.get("phases", {}).get(fault.phase, (0, 0, self.step_s / 5))
         outcome = None if attempt is None else attempt.outcome
-        return FaultVerdict(fault, outcome, ended - began, float(usual_s))
+        paths = workspace.layout.attempt(self.stage.id, 2)
+        stacks = paths.control / STACKS
+        text = stacks.read_text() if stacks.exists() else ""
+        shutil.rmtree(root)
+        return FaultVerdict(fault, outcome, ended - began, float(usual_s), text)
 
     def _run(self, root: Path, behaviour: dict[str, object]) -> float:
         workspace = Workspace.open(root)
