@@ -188,9 +188,10 @@ _BY_TEXT: tuple[tuple[FailureClass, tuple[str, ...]], ...] = (
 )
 _SEARCHES = tuple((kind, re.compile("|".join(texts))) for kind, texts in _BY_TEXT)
 #: Lines that report no failure of the program: by their level, or as hints and repeated attempts.
-_ROUTINE = re.compile(
-    r"[\W\d]*(\d\S* )*\W*\[?(info|debug|warning|hint)\b|(\S+ ){1,4}nccl info |.*errors?( so far)?: 0\b"
-)
+_ROUTINE = re.compile(r"[\W\d]*(\d\S* )*\W*\[?(info|debug|warning|hint)\b|(\S+ ){1,4}nccl info ")
+_NO_ERRORS = re.compile(r"errors?( so far)?: 0\b")
+#: Length of a line's beginning, and of the words before a sign, that are looked at.
+_NEAR = 80
 _HINT = re.compile(
     r"\b(if (you|there|it)|may|might|could|can|to avoid|unlikely|in case of|when|expected|handle)"
     r"\W[^:]{0,40}$"
@@ -253,13 +254,17 @@ def is_outage(error: BaseException) -> bool:
 
 def class_of_text(text: str) -> FailureClass | None:
     """The class that an error message of any program indicates; None if it indicates none."""
-    lines = [line for line in text.lower().splitlines() if not _ROUTINE.match(line)]
+    lines = [
+        line
+        for line in text.lower().splitlines()
+        if not (_ROUTINE.match(line[:_NEAR]) or _NO_ERRORS.search(line))
+    ]
     if any(says_no_space(line) for line in lines):
         return "disk_full"
     for kind, search in _SEARCHES:
         for line in lines:
             found = search.search(line)
-            if found is not None and not _HINT.search(line[: found.start()]):
+            if found is not None and not _HINT.search(line[: found.start()][-_NEAR:]):
                 return kind
     return None
 

@@ -7,6 +7,7 @@ flight recorder. Other processes of this user can read the stacks of this one.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -45,10 +46,9 @@ def _nccl() -> dict[str, Any]:
     if not was_asked():
         return {"nccl": {}}
     entries: list[dict[str, Any]] = []
-    with suppress(ImportError, ValueError, KeyError, RuntimeError):  # by the version of torch
-        from torch._C._distributed_c10d import _dump_nccl_trace_json
-
-        entries = json.loads(_dump_nccl_trace_json(True, False))["entries"]
+    with suppress(AttributeError, ValueError, KeyError, RuntimeError):  # by the version of torch
+        recorder = importlib.import_module("torch._C._distributed_c10d")
+        entries = json.loads(recorder._dump_nccl_trace_json(True, False))["entries"]
     last = entries[-1] if entries else {}
     seq = last.get("collective_seq_id", last.get("seq_id", 0))
     return {"nccl": {"enqueued": seq, "name": last.get("profiling_name", "")}}

@@ -38,6 +38,7 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.records import FailureClass
+from tests.bench.failures import scores
 
 
 def test_every_class_has_a_rule_and_every_rule_a_documented_exit_code() -> None:
