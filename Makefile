@@ -77,6 +77,7 @@ prove: setup  ## the long proofs: learning, recovery under faults, statistics, m
 	$(BIN)/python -m tests.prove.tools
 	$(BIN)/python -m tests.prove.step100
 	$(BIN)/python -m tests.prove.neighbour
+	$(BIN)/python -m tests.prove.hangs
 	$(BIN)/python -m tests.prove.simulation --mutations
 	$(BIN)/python -m tests.prove.statistics
 	$(BIN)/python -m tests.prove.mutants

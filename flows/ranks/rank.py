@@ -19,6 +19,7 @@ from flows.ranks.training import train
 from flows.stages.work import StageWork, judged_as_planned
 from infra.process.watchdog import die_with_parent
 from infra.ranks.agent import ignore_stop_signals
+from infra.ranks.beats import start_beats
 from infra.ranks.bridge import RemoteIO
 from infra.ranks.messages import ORDER, tell_error
 from infra.store.workspace import Workspace
@@ -34,6 +35,7 @@ def run_rank(act: Callable[[int], None]) -> NoReturn:
     die_with_parent()
     ignore_stop_signals()
     rank = int(os.environ["RANK"])
+    start_beats(rank)
     try:
         act(rank)
     except BaseException as error:

@@ -26,6 +26,7 @@ from refiner_core.contract.placement import (
     section_of,
     training_stage,
 )
+from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
     from refiner_core.generation.vllm.client import VllmGenerator
@@ -75,6 +76,8 @@ def engine_name(config: RecipeConfig, stage: TrainingStage) -> str:
 
 def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> dict[str, Any]:
     """Train a stage in this process, as one of several ranks or alone."""
+    if ranks is None:
+        work.io.progress(Progress(0, 0, "loading"))
     if stage != "grpo":
         from refiner_core.training.sft import train_sft
 
@@ -148,6 +151,7 @@ def _train_in_ranks(work: StageWork, placement: Placement) -> dict[str, Any]:
         layout.stage(work.stage_id).data,
         check_fence=partial(work.check_fence, "ranks end"),
         nodes=nodes,
+        watch=getattr(work.io, "ranks", None),
     )
 
 

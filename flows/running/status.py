@@ -517,7 +517,8 @@ class RunWatcher:
         for number, outcome in failed:
             if outcome.failure != "none":
                 step = f" at step {outcome.step}" if outcome.step else ""
-                said = f": {first_line(outcome.message, 80)}" if outcome.message else ""
+                step += "" if outcome.rank is None else f" in rank {outcome.rank}"
+                said = f": {first_line(outcome.message, 160)}" if outcome.message else ""
                 failure = f"attempt {number}: {outcome.failure}{step}{said}"
         return {
             **picked(last, "job_id", "node"),

@@ -24,22 +24,35 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import functools
 import logging
+import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from infra.attempt.rank_watch import STACKS
 from infra.attempt.stage_io import AttemptIO, Heartbeat, redirect_output
+from infra.attempt.stalls import (
+    PhaseTimes,
+    RankState,
+    Stall,
+    StallClock,
+    find_laggard,
+    merged,
+    times_of,
+)
 from infra.disk.manager import DiskManager
 from infra.host.files import PASSING, exists, make_folder
 from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatcher import AttemptRef
 from infra.jobs.failures import classify, detailed, outcome_of
 from infra.jobs.signals import AttemptClosed, SlurmJob, StopFlag, why_stopped
+from infra.process.stacks import offer_stacks
 from infra.store import atomic
 from infra.store.atomic import is_no_space, is_read_only, no_space_guard
 from infra.store.checkpoints import (
@@ -53,7 +66,14 @@ from infra.store.provenance import job_provenance
 from infra.store.workspace import Workspace, now_text
 from infra.tracking import TrackedRun, Tracker, without_paths
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.errors import (
+    HungError,
+    NodeLost,
+    RefinerError,
+    SystemOutage,
+    WorkspaceError,
+)
+from refiner_core.contract.kinds import TRAINED_HERE
 from refiner_core.contract.records import (
     RECORD_VERSION,
     AttemptOutcome,
@@ -70,6 +90,8 @@ log = logging.getLogger(__name__)
 #: it, or its outcome could not be written.
 Part = Literal["save", "write", "heartbeat", "end"]
 
+#: Most other stages whose times are read.
+_OTHERS = 16
 #: How long a worker tries to write its outcome on a full disk, seconds (`disk.hold_s` at most).
 LAST_WORD_S = 15.0
 #: Errors that, right after a request to stop, count as its consequence: others that were told to
@@ -131,7 +153,10 @@ class AttemptRun:
         self._ref = AttemptRef(stage_id, number)
         self._lacking: set[Part] = set()
         self._began = time.monotonic()
-        self.heartbeat = Heartbeat(self.paths.heartbeat, self._began, on_beat=self._after_beat)
+        self.clock = stall_clock(self.config, self._began)
+        self.heartbeat = Heartbeat(
+            self.paths.heartbeat, self._began, on_beat=self._after_beat, clock=self.clock
+        )
         tracked = TrackedRun(
             run_id=stage_id,
             name=f"{self.spec.name}-{self.spec.fingerprint[:8]}",
@@ -379,6 +404,8 @@ class AttemptRun:
             redirect_output(self.paths.log)
         with no_space_guard(self.paths.data, "starting the attempt", waits=True):
             make_folder(self.output_dir)
+        offer_stacks()
+        self.clock.learn(earlier_times(self.workspace, self.spec, self.stage_id, self.number))
         self.heartbeat.start()
 
     def _after_beat(self) -> None:
@@ -387,6 +414,29 @@ class AttemptRun:
         refused = self.heartbeat.refused
         self._report_space("heartbeat", there=refused is None or not is_no_space(refused))
         self._stop_noted = self._stop_noted or exists(self.paths.stop)
+        if self._own_log:  # should nothing of Python run any more, the log gets the stacks
+            later_s = self.config.dispatch.heartbeat_timeout_s / 2
+            faulthandler.dump_traceback_later(later_s, file=2)
+        self.heartbeat.pulse(self.io.ranks.counts())
+        stall = self.clock.stall(time.monotonic())
+        if stall is None or self._lacking:
+            return
+        if not self.clock.is_excused(stall, works_on_files=self.io.ranks.works_on_files()):
+            self._end_stalled(stall)
+
+    def _end_stalled(self, stall: Stall) -> None:
+        """End this process, whose stage stands still: name the cause, record it, and exit. The
+        ranks end with it."""
+        log.error(
+            "no sign of life in phase %s for %.0f s (limit %.0f s); collecting stacks", *stall
+        )
+        self.heartbeat.stalled = stall
+        code = 1
+        try:
+            states = self.io.ranks.states(self.paths.control)
+            code = self.fail(stall_error(stall, states, self.paths.control / STACKS)).exit_code
+        finally:
+            os._exit(code)
 
     def _stopped(self, outcome: AttemptOutcome) -> tuple[AttemptOutcome, bool]:
         """The class of a requested stop, and whether the job continues by itself."""
@@ -470,3 +520,62 @@ class AttemptRun:
     def _close(self, outcome: AttemptOutcome) -> None:
         self.heartbeat.stop()
         self.workspace.close_attempt(self.stage_id, self.number, outcome, self.seconds)
+
+
+# ---------------------------------------------------------------- stalls
+
+
+def stall_clock(config: RecipeConfig, now: float) -> StallClock:
+    """The clock of an attempt. Phases that wait for something outside, which has limits of its own,
+    are always allowed the most."""
+    acts, dispatch = bool(config.environment.name), config.dispatch
+    asks = acts or config.judge.kind != "lexical"
+    patient = (*(("judge",) if asks else ()), *(("generate",) if acts else ()))
+    return StallClock(now, dispatch.hung_after_s, dispatch.hung_floor_s, patient)
+
+
+def earlier_times(
+    workspace: Workspace, spec: StageSpec, stage_id: str, number: int
+) -> dict[str, PhaseTimes]:
+    """Times of phases in earlier attempts of the stage and in some stages of its kind and model."""
+    beats = [workspace.read_heartbeat(stage_id, n) or {} for n in range(1, number)]
+    found = [times_of(beat, stalled=True) for beat in beats]
+    if spec.kind not in TRAINED_HERE:
+        return {}
+    others = [i for i in workspace.stage_ids() if i.startswith(f"{spec.kind}-") and i != stage_id]
+    for other in others[:_OTHERS]:
+        paths = workspace.layout.stage(other)
+        known = workspace.glance(paths.spec) or {}
+        if (known.get("kind"), known.get("model")) == (spec.kind, spec.model):
+            last = max(paths.attempt_numbers(), default=0)
+            found.append(times_of(workspace.read_heartbeat(other, last) or {}, stalled=False))
+    return merged(found)
+
+
+def stall_error(stall: Stall, states: Sequence[RankState], stacks: Path) -> RefinerError:
+    """The error that ends a stage which stands still; it names the ranks that lag."""
+    laggard = find_laggard(states)
+    lagging = [state for state in states if state.rank in laggard.ranks]
+    names = " and ".join(str(rank) for rank in laggard.ranks)
+    many = len(states) > 1
+    who = f"rank{'s' if len(laggard.ranks) > 1 else ''} {names} lags: it " if names and many else ""
+    step = max(state.step for state in states)
+    text = (
+        f"No sign of life in phase {stall.phase} after step {step} for {stall.silent_s:.0f} s: "
+        f"{who}{laggard.why if who or many else f'it {laggard.why}'}"
+    )
+    if laggard.waiting:
+        waiting = ", ".join(str(rank) for rank in laggard.waiting)
+        text += f"; waiting for it: rank{'s' if len(laggard.waiting) > 1 else ''} {waiting}"
+    kind: type[RefinerError] = NodeLost if laggard.is_gone else HungError
+    if lagging and all(state.on_disk for state in lagging):
+        kind, text = SystemOutage, f"{text}; the kernel waits for its file system"
+    error = kind(
+        text,
+        expected=f"one within {stall.limit_s:.0f} s, by earlier times of this phase",
+        fix=f"nothing, if that was an accident: the next attempt resumes from the last checkpoint; "
+        f"else look at the stacks in {stacks}, or raise dispatch.hung_after_s",
+    )
+    if many and lagging:
+        error.rank = lagging[0].rank  # type: ignore[attr-defined]
+    return error

@@ -17,6 +17,8 @@ or a save begins:
     told               moves with each report of the stage, and while it saves
     moved_at_s         when its report last changed, by ``seconds``
     saving, save_s     whether a checkpoint is being written; seconds of the longest save
+    phases             by phase: completed visits, the longest silence in one, the longest one
+    stalled            the stall that ended the attempt, if one did
     seconds            since the worker began
 
 Observers check whether the counters move; the times are for people. A failed write of the heartbeat
@@ -42,6 +44,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from infra.attempt.rank_watch import RankWatch
+from infra.attempt.stalls import Stall, StallClock
 from infra.host.files import again, make_folder
 from infra.host.secrets import mask_keys_of, masked
 from infra.store import atomic
@@ -97,10 +101,17 @@ class Heartbeat:
     """Writes from a thread of its own, so that a long step does not look silent."""
 
     def __init__(
-        self, path: Path, began: float, on_beat: Callable[[], None] = lambda: None
+        self,
+        path: Path,
+        began: float,
+        on_beat: Callable[[], None] = lambda: None,
+        clock: StallClock | None = None,
     ) -> None:
         self._path, self._began = path, began
         self._on_beat = on_beat
+        self._clock = clock or StallClock(began, float("inf"))
+        #: The stall that ends the attempt.
+        self.stalled: Stall | None = None
         self._counter = 0
         self.progress: Progress | None = None
         self._told = 0
@@ -120,6 +131,7 @@ class Heartbeat:
 
     def tell(self, progress: Progress) -> None:
         """Take the stage's progress. Cheap: the thread writes it."""
+        self._clock.report(threading.get_ident(), progress, time.monotonic())
         before, self.progress = self.progress, progress
         self._told += 1
         if before is None or (before.phase, before.done) != (progress.phase, progress.done):
@@ -127,24 +139,30 @@ class Heartbeat:
         if before is None or before.phase != progress.phase:
             self._wake.set()
 
+    def pulse(self, counts: object) -> None:
+        """Take the counts of the processes that train."""
+        self._told += self._clock.pulse(counts, time.monotonic())
+
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Around the save of a checkpoint; a completed save is timed."""
         began = time.monotonic()
         self._saving, self._told = True, self._told + 1
+        self._clock.saving(threading.get_ident(), began, ends=False)
         self._wake.set()
         try:
             yield
             self._save_s = max(self._save_s or 0.0, time.monotonic() - began)
         finally:
             self._saving, self._told = False, self._told + 1
+            self._clock.saving(threading.get_ident(), time.monotonic(), ends=True)
 
     def stop(self) -> None:
         """Write the last one, and end. Repetition is harmless."""
         if not self._ended.is_set():
             self._ended.set()
             self._wake.set()
-            if self._thread.is_alive():
+            if self._thread.is_alive() and self._thread is not threading.current_thread():
                 self._thread.join()
             self._write()
 
@@ -173,7 +191,11 @@ class Heartbeat:
             "save_s": None if self._save_s is None else round(self._save_s, 3),
             "seconds": self._seconds(),
             "progress": atomic.finite(to_json(self.progress)),
+            "phases": {p: [round(n, 2) for n in t] for p, t in self._clock.times.copy().items()},
         }
+        if self.stalled is not None:
+            value["stalled"] = self.stalled._asdict()
+        self._clock.beat(time.monotonic())
         try:
             atomic.write_json(self._path, value, sync=False)
             self.refused = None
@@ -227,6 +249,8 @@ class AttemptIO:
         #: Tells whether to save at the next step boundary and raise ``Interrupted``.
         self.should_stop = stop_requested
         self._wait_for_space = wait_for_space
+        #: Counts of the processes that train.
+        self.ranks = RankWatch()
         self._metrics: FileIO | None = None
         self._last_step: int | None = None
         self._asked_for_checkpoint = False

@@ -101,6 +101,8 @@ _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (errors.LaunchError, "launch_failure"),
     (errors.SystemOutage, "system_outage"),
     (errors.KilledError, "killed"),
+    (errors.HungError, "hung"),
+    (errors.NodeLost, "node_failure"),
     (errors.UnsupportedError, "unsupported"),
     (errors.ConfigurationError, "bad_configuration"),
     (errors.DataError, "bad_data"),
@@ -117,32 +119,82 @@ _NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 _AWAY = (errno.EIO, errno.ESTALE, errno.EROFS, errno.EREMOTEIO)
 #: Errors that another attempt can only repeat, whatever its progress.
 _STATIC = (ImportError, SyntaxError, NameError)
-#: In the order of the search.
+#: Patterns in the order of the search, in lower case; measured by `python -m tests.bench failures`.
 _BY_TEXT: tuple[tuple[FailureClass, tuple[str, ...]], ...] = (
     (
         "gpu_out_of_memory",
         (
-            *("cuda out of memory", "hip out of memory", "cublas_status_alloc_failed"),
-            *("cuda error: out of memory", "cudnn_status_alloc_failed"),
+            *(r"(cuda|hip)\W+(error: )?out of memory", "cuda failure 'out of memory'"),
+            *("(cublas|cudnn)_status_alloc_failed", "no available memory for the cache blocks"),
+            *("free memory on device .* is less than desired", "resource_exhausted: out of memory"),
+        ),
+    ),
+    (
+        "hung",
+        (
+            *("watchdog caught collective operation timeout", "watchdog got stuck for"),
+            *(r"timed out waiting \d+ms for (recv|send)", "failed to pass monitoredbarrier"),
+            r"timeouterror: rpc call to \w+ timed out",
         ),
     ),
     (
         "gpu_error",
         (
-            *("cuda error", "cudaerror", "cuda driver error", "cudnn_status", "cublas_status"),
-            *("nccl error", "ncclsystemerror", "ncclinternalerror", "ncclremoteerror"),
-            *("nccl watchdog", "nccl communicator was aborted", "uncorrectable ecc", "xid ("),
-            *("no cuda gpus are available", "hip error", "unable to determine the device handle"),
+            *(r"(cuda|hip) (driver )?error\b(?! (check|handl|report))", "cudaerror"),
+            *("cudnn_status", "cublas_status", r"nccl error\b(?! (check|handl|report))"),
+            *("nccl(system|internal|remote)error", r"\bnccl watchdog\b(?! (is )?enabled)"),
+            *("nccl communicator was aborted", "uncorrectable ecc", r"xid \("),
+            *("no cuda gpus are available", "unable to determine the device handle"),
+            *("failed to initialize nvml", "unexpected error from cuda", "triton error"),
+            "nvidia-smi: no devices were found",
         ),
     ),
     (
         "system_outage",
         (
             *("input/output error", "stale file handle", "read-only file system"),
-            *("(os error 5)", "(os error 116)", "(os error 30)"),  # as Rust libraries say it
+            *(r"\(os error (5|30|116)\)", "transport endpoint (is not connected|shutdown)"),
+            *("unable to contact slurm controller", "slurm_receive_msg: socket timed out"),
         ),
     ),
-    ("out_of_memory", ("out of memory", "can't allocate memory", "cannot allocate memory")),
+    ("time_limit", (r"cancelled at \S+ due to time limit",)),
+    ("preempted", (r"cancelled at \S+ due to (preemption|job requeue)",)),
+    (
+        "node_failure",
+        (r"cancelled at \S+ due to node failure", r"(srun|salloc): error: node failure on"),
+    ),
+    (
+        "launch_failure",
+        (
+            *("error: task launch for .* failed", "launch failed requeued held"),
+            "application launch failed",
+        ),
+    ),
+    (
+        "out_of_memory",
+        (
+            *(r"out of (shared )?memory\b", "can(no|')t allocate memory", r"oom[-_ ]kill(ed)?\b"),
+            *(r"(^|\n|\W)_?(array)?memoryerror(:|\s*$)", "std::bad_alloc"),
+            "node running low on memory",
+        ),
+    ),
+    (
+        "not_finite",
+        (
+            *("floatingpointerror:", "cannot decrease scale anymore"),
+            r"returned nan values in its \d+th output",
+        ),
+    ),
+)
+_SEARCHES = tuple((kind, re.compile("|".join(texts))) for kind, texts in _BY_TEXT)
+#: Lines that report no failure of the program: by their level, or as hints and repeated attempts.
+_ROUTINE = re.compile(r"[\W\d]*(\d\S* )*\W*\[?(info|debug|warning|hint)\b|(\S+ ){1,4}nccl info ")
+_NO_ERRORS = re.compile(r"errors?( so far)?: 0\b")
+#: Length of a line's beginning, and of the words before a sign, that are looked at.
+_NEAR = 80
+_HINT = re.compile(
+    r"\b(if (you|there|it)|may|might|could|can|to avoid|unlikely|in case of|when|expected|handle)"
+    r"\W[^:]{0,40}$"
 )
 _EXIT_STATUS = re.compile(r"returned non-zero exit status (\d+)")
 
@@ -202,14 +254,23 @@ def is_outage(error: BaseException) -> bool:
 
 def class_of_text(text: str) -> FailureClass | None:
     """The class that an error message of any program indicates; None if it indicates none."""
-    lowered = text.lower()
-    if says_no_space(lowered):
+    lines = [
+        line
+        for line in text.lower().splitlines()
+        if not (_ROUTINE.match(line[:_NEAR]) or _NO_ERRORS.search(line))
+    ]
+    if any(says_no_space(line) for line in lines):
         return "disk_full"
-    return next((kind for kind, texts in _BY_TEXT if any(t in lowered for t in texts)), None)
+    for kind, search in _SEARCHES:
+        for line in lines:
+            found = search.search(line)
+            if found is not None and not _HINT.search(line[: found.start()][-_NEAR:]):
+                return kind
+    return None
 
 
 def detailed(outcome: AttemptOutcome, error: BaseException, step: int | None) -> AttemptOutcome:
-    """The outcome with the facts that identify the failure: step, traceback, errno.
+    """The outcome with the facts that identify the failure: step, traceback, errno, rank.
 
     A bug before the first step is quick to reproduce: it is not retried.
     """
@@ -221,6 +282,7 @@ def detailed(outcome: AttemptOutcome, error: BaseException, step: int | None) ->
         step=step,
         signature=traceback_signature(error),
         errno=found,
+        rank=getattr(error, "rank", None),
         decision="stop" if stop else outcome.decision,
     )
 

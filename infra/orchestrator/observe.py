@@ -39,6 +39,9 @@ from refiner_core.contract.planned import PlannedStage, stage_changes
 from refiner_core.contract.records import StageRecord, StageSpec
 from refiner_core.contract.services import is_service
 
+#: A worker ends a stage that stands still, and names the cause. It comes first by so many seconds.
+_WORKER_S = 60.0
+
 
 class Observer:
     """Keeps between observations only since when a sign of life has not changed.
@@ -179,7 +182,8 @@ class Observer:
             return "live"
         heart, progress = self._silent_s(attempt) or (0.0, 0.0)
         limits = self._settings
-        hangs = heart > limits.heartbeat_timeout_s or progress > limits.hung_after_s
+        late = progress > limits.hung_after_s + _WORKER_S
+        hangs = heart > limits.heartbeat_timeout_s or late
         return "hung" if hangs else "live"
 
     def _forget(self, ref: AttemptRef) -> None:

@@ -195,6 +195,10 @@ def _what(stage: StageHistory, attempt: Attempt, outcome: AttemptOutcome) -> str
         what = f"bug: {first_line(outcome.message)}"
     elif outcome.failure == "killed" and "was ended by" in outcome.message:  # another rank's
         what = f"killed: {first_line(outcome.message).partition('. Expected')[0].rstrip('.')}"
+    elif outcome.failure == "hung" and outcome.message:
+        what = f"hung: {first_line(outcome.message, 200).partition('. Expected')[0]}"
+    elif outcome.rank is not None:
+        what = f"{what} in rank {outcome.rank}"
     where = _where(stage, attempt, outcome)
     return " ".join(filter(None, [what, where, f"on {attempt.node}" if attempt.node else ""]))
 

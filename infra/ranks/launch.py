@@ -42,17 +42,33 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
+from infra.attempt.rank_watch import RankWatch
 from infra.external.process import TrainerProcess, kernel_oom_kills
 from infra.host.processes import environment, free_port, node_address
 from infra.jobs.failures import class_of_text
 from infra.jobs.signals import SlurmJob
+from infra.process.stacks import stacks_of
 from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.bridge import Bridge, greet, shut
-from infra.ranks.messages import MARK, ORDER, decode, node_settings, rank_settings, read_event
+from infra.ranks.messages import (
+    MARK,
+    ORDER,
+    decode,
+    event_line,
+    node_settings,
+    rank_settings,
+    read_event,
+)
 from infra.store import atomic
 from infra.store.atomic import has_room, no_space_error
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import Interrupted, KilledError, LaunchError, StageFailed
+from refiner_core.contract.errors import (
+    Interrupted,
+    KilledError,
+    LaunchError,
+    RanksDisagree,
+    StageFailed,
+)
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.training.ranks import TALK
@@ -89,6 +105,8 @@ _FENCE_S = 5.0
 #: Limit for children of ranks (servers) to end after them, seconds.
 _LINGER_S = 10.0
 _LINES = 200
+#: Limit of a rank's stacks in an event, characters.
+_STACKS_LIMIT = 30_000
 
 
 def node_number(environment: Mapping[str, str] = os.environ) -> int:
@@ -155,6 +173,13 @@ class OtherNodes:
             reader = threading.Thread(target=self._read, args=(connection,), daemon=True)
             self._readers.append(reader)
             reader.start()
+
+    def ask_stacks(self, processes: Mapping[int, int]) -> None:
+        """Have the other nodes send the stacks of ranks, by rank and process number; they come
+        among the lines."""
+        for connection in list(self._nodes.values()):
+            with suppress(OSError):  # a node that is gone sends nothing
+                _send(connection, {"stacks": processes})
 
     def lines(self) -> Iterator[str]:
         """Lines printed elsewhere since the last call."""
@@ -223,7 +248,9 @@ def wait_for_work(workspace: Workspace, stage_id: str, job: SlurmJob, node: int)
 
 def _work(connection: Connection, command: str, settings: Mapping[str, str]) -> None:
     gone = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(connection, gone), daemon=True)
+    stacks: queue.SimpleQueue[str] = queue.SimpleQueue()
+    watched = (connection, gone, settings[MARK], stacks)
+    watcher = threading.Thread(target=_watch, args=watched, daemon=True)
     watcher.start()
     own = {**environment(), **node_settings(settings), **settings}
     with TrainerProcess(command, own, Path.cwd()) as process:
@@ -231,6 +258,8 @@ def _work(connection: Connection, command: str, settings: Mapping[str, str]) -> 
             while process.code is None and not gone.is_set():
                 for line in process.lines(_WAIT_S):
                     _send(connection, {"line": line.text})
+                while not stacks.empty():
+                    _send(connection, {"line": stacks.get_nowait()})
             if not gone.is_set():
                 for line in process.last_lines():
                     _send(connection, {"line": line.text})
@@ -240,10 +269,17 @@ def _work(connection: Connection, command: str, settings: Mapping[str, str]) -> 
     gone.wait()
 
 
-def _watch(connection: Connection, gone: threading.Event) -> None:
-    """Wait for the end of the connection; the worker sends nothing more."""
+def _watch(
+    connection: Connection, gone: threading.Event, mark: str, found: queue.SimpleQueue[str]
+) -> None:
+    """Wait for the end of the connection; collect the stacks of ranks when the worker asks for
+    them."""
     with contextlib.suppress(EOFError, OSError):
-        connection.recv_bytes()
+        while processes := _receive(connection).get("stacks"):
+            ranks = {int(pid): rank for rank, pid in processes.items()}
+            for pid, text in stacks_of(ranks).items():
+                event = {"event": "stacks", "rank": ranks[pid], "text": text[:_STACKS_LIMIT]}
+                found.put(event_line(mark, event))
     gone.set()
 
 
@@ -297,6 +333,7 @@ class LaunchFailure:
     code: int | None = None
     oom_kills: int = 0
     folder: Path = Path()
+    watch: RankWatch = field(default_factory=RankWatch)
 
     def take(self, mark: str, printed: Iterable[str]) -> None:
         """Collect the events among lines, and pass the others on to the log."""
@@ -309,7 +346,10 @@ class LaunchFailure:
                     sys.stdout.flush()
             elif event["event"] == "error":
                 rank = int(event["rank"])
-                self.errors.append((rank, decode(event["error"], f"In rank {rank}")))
+                error = {"rank": rank, **event["error"]}
+                self.errors.append((rank, decode(error, f"In rank {rank}")))
+            elif event["event"] in ("beat", "stacks"):
+                self.watch.take(event)
             elif event["event"] == "ended":
                 self.failures |= {int(rank): f for rank, f in event["failures"].items()}
                 if int(event["node"]) == 0 or event["failures"]:
@@ -328,15 +368,26 @@ def error_of(ended: LaunchFailure) -> Exception:
         return error
     if killed:  # a library aborted (NCCL's watchdog, a failed check in C++)
         return _killed(ended, *killed[0])
-    return ended.errors[0][1] if ended.errors else _unknown(ended)
+    spoke = {rank for rank, _ in ended.errors}
+    if ended.errors and all(rank in spoke for rank in ended.failures):
+        return ended.errors[0][1]
+    return _unknown(ended, [rank for rank in ended.failures if rank not in spoke])
 
 
 def is_consequence(error: BaseException) -> bool:
-    """True if an error only means that a partner is gone."""
+    """True if an error only means that a partner is gone, or does something else."""
+    if isinstance(error, RanksDisagree):
+        return True
     return bool(_CONSEQUENCE.search(str(error))) and not isinstance(error, KilledError)
 
 
 def _killed(ended: LaunchFailure, rank: int, failure: Mapping[str, Any]) -> Exception:
+    error = _killed_by(ended, rank, failure)
+    error.rank = rank  # type: ignore[attr-defined]
+    return error
+
+
+def _killed_by(ended: LaunchFailure, rank: int, failure: Mapping[str, Any]) -> Exception:
     number = -failure["code"]
     if number == signal.SIGKILL and ended.oom_kills:
         return MemoryError(f"The kernel killed rank {rank} for lack of memory")
@@ -354,7 +405,9 @@ def _killed(ended: LaunchFailure, rank: int, failure: Mapping[str, Any]) -> Exce
     )
 
 
-def _unknown(ended: LaunchFailure) -> Exception:
+def _unknown(ended: LaunchFailure, silent: Sequence[int] = ()) -> Exception:
+    """The error for an end without a message of its own; ``silent`` are the ranks that sent
+    none."""
     lines = [line.strip() for line in ended.lines if line.strip()]
     last = (lines or ["it printed nothing"])[-1]
     if ended.code == 128 + signal.SIGKILL:
@@ -372,13 +425,17 @@ def _unknown(ended: LaunchFailure) -> Exception:
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
     shown = "\n".join(lines[-_SHOWN:])
-    ranks = ", ".join(f"{rank}: {f['code']}" for rank, f in sorted(ended.failures.items()))
+    failures = {r: f for r, f in ended.failures.items() if r in silent} or ended.failures
+    ranks = ", ".join(f"{rank}: {f['code']}" for rank, f in sorted(failures.items()))
     codes = f"rank {ranks}" if ranks else f"their agent: {ended.code}"
-    return StageFailed(
+    error = StageFailed(
         f"The ranks ended without a message (exit code of {codes}): {last}",
         expected="ranks that end well, or with an error message",
         fix=f"look at the log (`refiner logs STAGE`). Its last lines:\n{shown}",
     )
+    if failures:
+        error.rank = next(iter(failures))  # type: ignore[attr-defined]
+    return error
 
 
 def run_ranks(
@@ -391,6 +448,7 @@ def run_ranks(
     check_fence: Callable[[], None] = lambda: None,
     shutdown_s: int = 10,
     nodes: OtherNodes | None = None,
+    watch: RankWatch | None = None,
 ) -> dict[str, Any]:
     """Launch the ranks and wait for their end.
 
@@ -406,6 +464,8 @@ def run_ranks(
         Limit for the other ranks to end when one has failed, seconds.
     nodes
         The job's other nodes, if any.
+    watch
+        Takes the ranks' signs of life.
 
     Raises
     ------
@@ -420,7 +480,9 @@ def run_ranks(
         bridge = stack.enter_context(Bridge(io))
         stack.enter_context(nodes or nullcontext())
         io.progress(Progress(0, 0, "starting ranks"))
-        ended, mark = LaunchFailure(folder=folder), secrets.token_hex(16)
+        watch = watch or RankWatch()
+        watch.start()
+        ended, mark = LaunchFailure(folder=folder, watch=watch), secrets.token_hex(16)
         meet_at = "" if nodes is None else nodes.meeting
         told = {"placement": asdict(placement), "meet": meet_at, "patience_s": shutdown_s}
         text = json.dumps({**order, **told})
@@ -430,6 +492,7 @@ def run_ranks(
         own = {**environment(), **rank_settings(placement), **shared, **bridge.environment}
         if nodes is not None:
             nodes.start(commands, shared)
+            watch.ask_elsewhere = nodes.ask_stacks
         oom_before = kernel_oom_kills()
         with TrainerProcess(commands[0], own, Path.cwd()) as process:
             _follow(process, ended, mark, nodes, check_fence, shutdown_s)

@@ -117,6 +117,8 @@ def encode(error: BaseException, causes: int = _CAUSES) -> dict[str, Any]:
         "name": type(error).__qualname__,
         "text": str(error)[:_TEXT_LIMIT],
     }
+    if (rank := getattr(error, "rank", None)) is not None:
+        value["rank"] = rank
     if isinstance(error, RefinerError):
         value["parts"] = [error.what, error.expected, error.fix]
     if isinstance(error, OSError):
@@ -136,6 +138,8 @@ def decode(value: dict[str, Any], where: str = "") -> Exception:
     """The error rebuilt; ``where`` names the origin of its traceback in a note."""
     kind = _class(value["module"], value["name"])
     error = _made(kind, value)
+    if "rank" in value:
+        error.rank = value["rank"]  # type: ignore[attr-defined]
     if text := value.get("traceback"):
         error.add_note(f"{where or 'There'}:\n{text.rstrip()}")
         error.signature = value["signature"]  # type: ignore[attr-defined]

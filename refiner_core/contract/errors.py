@@ -138,6 +138,24 @@ class KilledError(RefinerError, RuntimeError):
     resumable = True
 
 
+class HungError(RefinerError, RuntimeError):
+    """Stage that stands still; the next attempt resumes from the last checkpoint."""
+
+    resumable = True
+
+
+class RanksDisagree(RefinerError, RuntimeError):
+    """Collectives that differ between ranks: one has taken another branch."""
+
+    resumable = True
+
+
+class NodeLost(RefinerError, RuntimeError):
+    """Node of the stage that does not answer any more, with its processes."""
+
+    resumable = True
+
+
 class NotFiniteError(StageFailed):
     """NaN or infinity where a number was expected; the weights were not touched with it."""
 

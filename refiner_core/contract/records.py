@@ -59,7 +59,8 @@ class AttemptOutcome:
 
     ``step`` is the last finished step. ``signature`` identifies the traceback, so that the same bug
     at the same step is recognised. ``errno`` is the system's error number, if any. ``need_bytes``
-    is the size of the failed write when the disk was full: more is needed.
+    is the size of the failed write when the disk was full: more is needed. ``rank`` is the one of
+    several ranks that failed first, or lags.
     """
 
     failure: FailureClass
@@ -70,6 +71,7 @@ class AttemptOutcome:
     signature: str = ""
     errno: int | None = None
     need_bytes: int | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)

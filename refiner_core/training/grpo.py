@@ -157,6 +157,8 @@ def train_grpo(
         stack.callback(run.rollouts.close)
         with run.checkpoints:
             run.train()
+        steps = config.grpo.num_training_steps
+        run.io.progress(Progress(steps, steps, "export"))
         engine.export(output_dir / "model")
         return run.report()
 

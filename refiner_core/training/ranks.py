@@ -18,14 +18,17 @@ import hashlib
 import hmac
 import os
 import pickle
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from refiner_core.contract.errors import ConfigurationError, StageFailed
-from refiner_core.contract.types import StageIO
+from refiner_core.contract.errors import ConfigurationError, RanksDisagree, StageFailed
+from refiner_core.contract.types import Progress, StageIO
+from refiner_core.training.pulse import PULSE, is_usual
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +89,7 @@ def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
             outcome = (None, error if ranks.world == 1 else portable(error))
     value, met = ranks.broadcast(outcome)
     if met is not None:
-        raise met
+        raise _in_rank(met, 0)
     return value  # type: ignore[return-value]
 
 
@@ -123,6 +126,9 @@ class TorchRanks(Ranks):
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self._cuda, self._torch, self._dist = cuda, torch, dist
         self._key = bytes.fromhex(os.environ.pop(TALK))  # not for child processes of a rank
+        self._is_line = False
+        #: Set once the ranks' calls no longer fit: no further one can.
+        self._torn: RanksDisagree | None = None
         if cuda:
             torch.cuda.set_device(gpu_of(self.local_rank))
         dist.init_process_group(
@@ -145,22 +151,31 @@ class TorchRanks(Ranks):
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on all ranks."""
+        with self._noted("broadcast"):
+            return self._broadcast(value)
+
+    def _broadcast(self, value: T | None) -> T:
         first = self.rank == 0
         sent = self._sealed(value if first else None)
-        size = self._torch.tensor([len(sent)])
-        self._dist.broadcast(size, src=0, group=self._said)
+        head = self._torch.tensor([len(sent), _code("broadcast")])
+        self._dist.broadcast(head, src=0, group=self._said)
+        if int(head[1]) != _code("broadcast"):
+            odd = 0 if is_usual(self._recent) else self.rank
+            self._torn = _disagreement(odd, f"rank {self.rank}: broadcast")
+            raise self._torn
         if not first:
-            sent = self._torch.empty(int(size), dtype=self._torch.uint8)
+            sent = self._torch.empty(int(head[0]), dtype=self._torch.uint8)
         self._dist.broadcast(sent, src=0, group=self._said)
         said: T = value if first else self._opened(sent)  # type: ignore[assignment]
         return said
 
     def gather(self, value: T) -> list[T] | None:
         """All values in order of rank, on rank 0; None elsewhere."""
-        mine, sizes, parts = self._padded(value)
-        first = self.rank == 0
-        self._dist.gather(mine, parts if first else None, dst=0, group=self._said)
-        return self._all_opened(parts, sizes) if first else None
+        with self._noted("gather"):
+            mine, sizes, parts = self._padded(value, "gather")
+            first = self.rank == 0
+            self._dist.gather(mine, parts if first else None, dst=0, group=self._said)
+            return self._all_opened(parts, sizes) if first else None
 
     def add(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in double precision, added in order of rank."""
@@ -168,7 +183,10 @@ class TorchRanks(Ranks):
         if not len(mine):
             return []
         parts = [self._torch.empty_like(mine) for _ in range(self.world)]
-        self._dist.all_gather(parts, mine, group=self._said)
+        name = f"add of {len(mine)}"
+        with self._noted(name):
+            self._agreed(len(mine), name)
+            self._dist.all_gather(parts, mine, group=self._said)
         sums = parts[0]
         for part in parts[1:]:
             sums = sums + part
@@ -176,33 +194,73 @@ class TorchRanks(Ranks):
 
     def all_or_none(self, error: BaseException | None) -> None:
         """Wait for all; raise on every rank if any of them has an error."""
-        mine, sizes, parts = self._padded(None if error is None else portable(error))
-        self._dist.all_gather(parts, mine, group=self._said)
-        errors = self._all_opened(parts, sizes)
+        if error is not None and self._torn:
+            raise error
+        with self._noted("all_or_none"):
+            try:
+                mine, sizes, parts = self._padded(error and portable(error), "all_or_none")
+            except RanksDisagree as odd:  # others are elsewhere because of this rank's error
+                raise (error or odd) from None
+            self._dist.all_gather(parts, mine, group=self._said)
+            errors = self._all_opened(parts, sizes)
         if error is not None:
             raise error
         for rank, other in enumerate(errors):
             if other is not None:
                 other.add_note(f"(rank {rank} of {self.world} ran into this)")
-                raise other
+                raise _in_rank(other, rank)
 
     def line(self) -> TorchRanks:
         """A third group, which closes together with the others."""
         other = copy.copy(self)
         other._take_a_line()
+        other._is_line = True
         return other
+
+    def _noted(self, name: str) -> AbstractContextManager[None]:
+        """Around a collective, for whoever observes this rank; lines pair up by themselves."""
+        if self._torn:
+            raise self._torn
+        return nullcontext() if self._is_line else PULSE.collective(name)
 
     def _take_a_line(self) -> None:
         self._said = self._dist.new_group(backend="gloo", timeout=PATIENCE)
 
     # ------------------------------------------------------------ signed objects
 
-    def _padded(self, value: Any) -> tuple[Tensor, list[int], list[Tensor]]:
+    def _agreed(self, size: int, name: str) -> list[int]:
+        """All sizes, once all ranks are known to make the same call.
+
+        Raises
+        ------
+        RanksDisagree
+            They make different ones; on every rank.
+        """
+        told = self._exchanged([size, _code(name)])
+        if len({code for _, code in told}) > 1:
+            usual = self._exchanged([int(is_usual(self._recent)), _code(name)])
+            known = Counter(code for _, code in usual)
+            odd = min(range(self.world), key=lambda r: (known[usual[r][1]], usual[r][0], -r))
+            self._torn = _disagreement(odd, f"rank {self.rank}: {name}")
+            raise self._torn
+        return [size for size, _ in told]
+
+    def _exchanged(self, values: Sequence[int]) -> list[list[int]]:
+        """A few numbers of every rank."""
+        torch = self._torch
+        told = [torch.empty(len(values), dtype=torch.int64) for _ in range(self.world)]
+        self._dist.all_gather(told, torch.tensor(values), group=self._said)
+        return [part.tolist() for part in told]
+
+    @property
+    def _recent(self) -> Sequence[str]:
+        """This channel's last collectives, as far as they are known."""
+        return () if self._is_line else list(PULSE.recent)
+
+    def _padded(self, value: Any, name: str) -> tuple[Tensor, list[int], list[Tensor]]:
         """This rank's message, padded to the longest; all lengths; buffers for all messages."""
         torch, mine = self._torch, self._sealed(value)
-        told = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
-        self._dist.all_gather(told, torch.tensor([len(mine)]), group=self._said)
-        sizes = [int(size) for size in told]
+        sizes = self._agreed(len(mine), name)
         mine = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
         return mine, sizes, [torch.empty_like(mine) for _ in range(self.world)]
 
@@ -256,6 +314,28 @@ def gpu_of(local_rank: int) -> int:
     )
 
 
+def _code(name: str) -> int:
+    """A number of a call's name, equal in all processes."""
+    return zlib.crc32(name.encode())
+
+
+def _disagreement(odd: int, here: str) -> RanksDisagree:
+    error = RanksDisagree(
+        f"The ranks make different calls: rank {odd} has left one out, or made another ({here})",
+        expected="all ranks to take the same branches",
+        fix="see the tracebacks of all ranks in `refiner logs STAGE`; a branch on something that "
+        "differs between ranks (its data, a random number, a file) is the usual cause",
+    )
+    error.rank = odd  # type: ignore[attr-defined]
+    return error
+
+
+def _in_rank(error: BaseException, rank: int) -> BaseException:
+    """The error, with the rank that it comes from."""
+    error.rank = rank  # type: ignore[attr-defined]
+    return error
+
+
 def portable(error: BaseException) -> BaseException:
     """The error itself if another process can unpickle it, else a copy of its message."""
     try:
@@ -270,7 +350,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 #: Calls of a StageIO that rank 0 makes alone, and those that all make together.
-_TOLD = ("log_metrics", "save_rollouts", "progress")
+_TOLD = ("log_metrics", "save_rollouts")
 _DECIDED = ("latest_checkpoint", "pass_over", "should_stop", "room_again")
 
 
@@ -295,6 +375,12 @@ class RanksIO:
             return lambda *args: self._decided(lambda io: getattr(io, name)(*args))
         raise AttributeError(name)
 
+    def progress(self, progress: Progress) -> None:
+        """Note the position on every rank; rank 0 reports it."""
+        PULSE.at(progress.done, progress.phase)
+        if self._io is not None:
+            self._io.progress(progress)
+
     def line(self) -> RanksIO:
         """The same IO for one other thread on each rank; all ranks create it together."""
         return RanksIO(self._io, self.ranks.line())
@@ -315,7 +401,10 @@ class RanksIO:
         except BaseException as raised:
             # All ranks receive the store's error (e.g. a full disk).
             met = raised
-            self._decided(lambda _: context and context.__exit__(type(met), met, met.__traceback__))
+            with suppress(RanksDisagree):  # their calls no longer fit
+                self._decided(
+                    lambda _: context and context.__exit__(type(met), met, met.__traceback__)
+                )
             raise
         self._decided(lambda _: context.__exit__(None, None, None) if context is not None else None)
 

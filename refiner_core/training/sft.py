@@ -30,7 +30,7 @@ from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.errors import DataError, HealthStop
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.placement import refuse_unsupported, sft_section
-from refiner_core.contract.types import DemonstrationRow, StageIO
+from refiner_core.contract.types import DemonstrationRow, Progress, StageIO
 from refiner_core.data.prepared import load_demonstrations
 from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import set_threads
@@ -107,6 +107,7 @@ def train_sft(
     run = _SftRun(config, stage, data_dir, model_ref, io, ranks or Ranks())
     with run.checkpoints:
         run.train()
+    run.io.progress(Progress(len(run.steps), len(run.steps), "export"))
     run.engine.export(output_dir / "model")
     return run.report()
 
@@ -159,6 +160,7 @@ class _SftRun:
         began = time.perf_counter()
         for index in range(self.progress["step"], len(self.steps)):
             step = index + 1
+            self._report(index, "train")
             started = time.perf_counter()
             try:
                 metrics = self._step(index)
@@ -170,6 +172,7 @@ class _SftRun:
             started = time.perf_counter()
             due = step % max(1, self.sft.eval_freq) == 0 or step == len(self.steps)
             if self.validation_packs and due:
+                self._report(index, "validate")
                 loss = self._validation_loss()
                 metrics["loss/validation"] = loss
                 self.progress["validation"].append([step, loss])
@@ -187,6 +190,9 @@ class _SftRun:
             known = "loss/train_avg" in metrics
             shown = {"loss": metrics["loss/train_avg"]} if known else {}
             self.checkpoints.after(step, self.progress, shown)
+
+    def _report(self, step: int, phase: str) -> None:
+        self.io.progress(Progress(step, len(self.steps), phase))
 
     def report(self) -> dict[str, Any]:
         """The report, computed from the progress alone: equal with or without interruptions."""

@@ -45,6 +45,7 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 180, 48
 BENCHES = (
     "checkpoint_stall",
     "episodes",
+    "failures",
     "gpu",
     "grpo_step",
     "judgements",

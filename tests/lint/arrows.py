@@ -41,7 +41,7 @@ LAYERS: Mapping[str, Sequence[str]] = {
         *("nightly", "training", "rejection", "judge_report", "rescoring"),
     ),
     "refiner_core.training": (
-        *("ranks", "batches", "equality", "model", "engines", "steps", "export"),
+        *("pulse", "ranks", "batches", "equality", "model", "engines", "steps", "export"),
         *("rollouts", "updates", "sft", "grpo"),
     ),
     "infra": (

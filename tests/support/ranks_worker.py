@@ -6,6 +6,7 @@ The attempt, the agent and the way between them are the real ones.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from infra.attempt.attempt import AttemptRun
@@ -29,12 +30,13 @@ def main() -> int:
         try:
             report = run_ranks(
                 Placement(nodes=1, nproc_per_node=2),
-                "tests.support.fake_rank",
+                os.environ.get("RANKS_MODULE", "tests.support.fake_rank"),
                 {"workspace": str(workspace.root)},
                 attempt.io,
                 attempt.stage_paths.data,
                 check_fence=attempt.check_fence,
                 shutdown_s=3,
+                watch=attempt.io.ranks,
             )
             (attempt.output_dir / "made.txt").write_text("whole")
             attempt.finish(report)

@@ -38,6 +38,7 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.records import FailureClass
+from tests.bench.failures import scores
 
 
 def test_every_class_has_a_rule_and_every_rule_a_documented_exit_code() -> None:
@@ -179,3 +180,10 @@ def test_a_bug_has_a_signature_and_is_not_retried_before_the_first_step() -> Non
     assert traceback_signature(one) != traceback_signature(raised(ValueError("x"), deeper=True))
     assert detailed(classify(one), one, None).decision == "stop"
     assert detailed(classify(one), one, 7).decision == "resume"
+
+
+def test_logs_show_their_class() -> None:
+    """The public set: known logs whole, unseen ones mostly; a hint is no failure."""
+    known, unseen = scores("logs"), scores("unseen")
+    assert [k for k, s in known.items() if min(s.precision, s.recall) < 0.95] == []
+    assert (unseen["all"].precision, unseen["all"].recall) >= (0.8, 0.7)

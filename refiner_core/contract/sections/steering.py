@@ -99,7 +99,10 @@ class DispatchConfig:
         900.0, gt=0, doc="no heartbeat for this long counts as hung"
     )
     hung_after_s: float = execution(
-        7200.0, gt=0, doc="a heartbeat without any progress for this long counts as hung, too"
+        7200.0, gt=0, doc="no progress for this long counts as hung, in whatever phase"
+    )
+    hung_floor_s: float = execution(
+        20.0, gt=0, doc="added to each learned limit of a phase; the last word is `hung_after_s`"
     )
     max_parallel: int = execution(2, ge=1, doc="local jobs at a time")
     nice: int = execution(

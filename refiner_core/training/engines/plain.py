@@ -35,6 +35,7 @@ from refiner_core.training.model.optim import (
     parameter_groups,
     trainable,
 )
+from refiner_core.training.pulse import PULSE
 from refiner_core.training.ranks import Ranks, gpu_of
 
 
@@ -81,6 +82,7 @@ class PlainEngine(Engine):
         self, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "off"
     ) -> TokenScores:
         """Log-probabilities of the batch's targets."""
+        PULSE.moved += 1
         return token_scores(self.model, batch, temperature=temperature, entropy=entropy)
 
     def backward(self, loss: Any) -> None:
@@ -229,10 +231,11 @@ def sum_over_ranks(parameters: Sequence[Any], ranks: Ranks) -> None:
 
     counts = ranks.add([parameter.grad is not None for parameter in parameters])
     sums = []
-    for parameter, count in zip(parameters, counts, strict=True):
-        if count:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = gradient.contiguous()
-            sums.append(dist.all_reduce(parameter.grad, async_op=True))
-    for one in sums:
-        one.wait()
+    with PULSE.collective("all_reduce of the gradients"):
+        for parameter, count in zip(parameters, counts, strict=True):
+            if count:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = gradient.contiguous()
+                sums.append(dist.all_reduce(parameter.grad, async_op=True))
+        for one in sums:
+            one.wait()

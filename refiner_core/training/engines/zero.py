@@ -37,6 +37,7 @@ from refiner_core.training.model import loading
 from refiner_core.training.model.loading import model_tensors
 from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenScores
 from refiner_core.training.model.optim import adamw, parameter_groups, trainable
+from refiner_core.training.pulse import PULSE
 from refiner_core.training.ranks import Ranks
 
 #: DeepSpeed's placeholder for a norm that is not finite.
@@ -190,6 +191,7 @@ class _ZeroEngine(Engine):
         self, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "off"
     ) -> TokenScores:
         """Log-probabilities of the batch's targets."""
+        PULSE.moved += 1
         self._run_pending(last=False)
         if torch.is_grad_enabled():
             self._last = (batch, temperature, entropy)

@@ -156,6 +156,7 @@ class CheckpointManager:
         self._wait()
         if step <= self.saved_step:
             return
+        self.io.progress(Progress(step, self.total_steps, "save"))
         began = time.monotonic()
         state = self.engine.snapshot({"stage": self.stage, **progress}), dict(attachments())
         if beside:

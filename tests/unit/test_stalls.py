@@ -1,0 +1,151 @@
+"""Stalls: what a phase may take, and which rank is the cause. Virtual time, no processes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from infra.attempt.stalls import (
+    PhaseTimes,
+    RankState,
+    StallClock,
+    find_laggard,
+    merged,
+    times_of,
+)
+from refiner_core.contract.types import Progress
+from tests.support.slow_runs import killed_healthy_run
+
+CAP_S, FLOOR_S = 7200.0, 20.0
+
+
+def clock_after(times: dict[str, PhaseTimes]) -> StallClock:
+    clock = StallClock(0.0, CAP_S, FLOOR_S)
+    clock.learn(times)
+    clock.report(1, Progress(3, 10, "update"), 0.0)
+    return clock
+
+
+def first_stall(clock: StallClock, until_s: float, beat_s: float = 2.0) -> float | None:
+    """When the clock first finds a stall."""
+    now = 0.0
+    while now < until_s:
+        now += beat_s
+        clock.beat(now)
+        if clock.stall(now) is not None:
+            return now
+    return None
+
+
+def test_a_limit_is_three_times_the_longest_silence_and_the_floor() -> None:
+    often = {"update": PhaseTimes(10, 30.0)}
+    assert first_stall(clock_after(often), 7300.0) == pytest.approx(3 * 30 + FLOOR_S, abs=2.1)
+
+
+def test_what_was_never_completed_gets_the_most() -> None:
+    assert first_stall(clock_after({}), 7300.0) == pytest.approx(CAP_S, abs=2.1)
+
+
+def test_a_suspended_job_or_file_system_is_no_stall() -> None:
+    """The heartbeat's thread did not run for an hour either."""
+    clock = clock_after({"update": PhaseTimes(10, 1.0)})
+    clock.beat(2.0)
+    assert clock.stall(3600.0) is None
+    clock.beat(3600.0)
+    assert clock.stall(3601.0) is None
+
+
+def test_a_forward_pass_of_any_rank_is_a_sign_of_life_and_a_repeated_report_is_none() -> None:
+    clock = clock_after({"update": PhaseTimes(10, 1.0)})
+    for second in range(2, 200, 2):
+        clock.beat(second)
+        clock.pulse(second, second)
+        assert clock.stall(second) is None
+    for second in range(200, 300, 2):
+        clock.beat(second)
+        clock.report(1, Progress(3, 10, "update"), second)
+    assert clock.stall(300.0) is not None
+
+
+def test_a_save_in_the_background_excuses_nothing_else_and_is_excused_by_training() -> None:
+    known = {"update": PhaseTimes(10, 1.0), "save": PhaseTimes(10, 100.0)}
+    clock = clock_after(known)
+    clock.saving(2, 0.0, ends=False)
+    assert first_stall(clock, 1000.0) == pytest.approx(320.0, abs=2.1), "training waits for it"
+
+
+def test_a_struck_limit_is_raised_for_the_same_stage_alone() -> None:
+    beat = {"phases": {"update": [9, 1.0]}, "stalled": {"phase": "update", "silent_s": 60.0}}
+    assert merged([times_of(beat, stalled=True)])["update"].longest_s == 60.0
+    assert merged([times_of(beat, stalled=False)])["update"].longest_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("states", "ranks", "gone"),
+    [
+        pytest.param(
+            [RankState(0, calls=9, inside="gather"), RankState(1, calls=8, place="loop (a.py:3)")],
+            (1,),
+            False,
+            id="one has not come to the collective",
+        ),
+        pytest.param(
+            [
+                RankState(0, calls=9, inside="broadcast", recent=["add", "gather"] * 4),
+                RankState(1, calls=9, inside="gather", recent=["add", "gather"] * 4),
+                RankState(2, calls=9, inside="gather", recent=["add", "gather"] * 4),
+            ],
+            (0,),
+            False,
+            id="one left a collective out",
+        ),
+        pytest.param(
+            [
+                RankState(0, calls=9, inside="gather", recent=[*["add", "gather"] * 4]),
+                RankState(1, calls=9, inside="add", recent=[*["add", "gather"] * 3, "add", "add"]),
+            ],
+            (1,),
+            False,
+            id="of two, the one that does what it never did",
+        ),
+        pytest.param(
+            [RankState(0, in_collective=True), RankState(1, in_collective=False)],
+            (1,),
+            False,
+            id="only stacks tell, as in a backward pass of DeepSpeed",
+        ),
+        pytest.param(
+            [
+                RankState(0, in_collective=True, enqueued=71, kernel="nccl:all_reduce"),
+                RankState(1, in_collective=True, enqueued=70),
+            ],
+            (1,),
+            False,
+            id="NCCL's recorder",
+        ),
+        pytest.param(
+            [
+                RankState(0, calls=9, inside="gather"),
+                RankState(1, host="n2", here=False, silent_s=40.0),
+            ],
+            (1,),
+            True,
+            id="a node is gone",
+        ),
+        pytest.param(
+            [RankState(r, calls=9, inside="gather") for r in range(2)], (), False, id="nobody"
+        ),
+    ],
+)
+def test_the_rank_that_others_wait_for(
+    states: list[RankState], ranks: tuple[int, ...], gone: bool
+) -> None:
+    found = find_laggard(states)
+    assert (found.ranks, found.is_gone) == (ranks, gone)
+    assert set(found.waiting) == ({s.rank for s in states} - set(ranks) if ranks else set())
+
+
+def test_slow_but_healthy_runs_are_not_killed() -> None:
+    """Steps that get longer, a cold cache, long saves, a slow neighbour; more in `make prove`."""
+    assert [seed for seed in range(6) if killed_healthy_run(random.Random(seed))] == []
