@@ -10,17 +10,22 @@ other, and a logit is exactly output head times last hidden state. A model that 
 
 from __future__ import annotations
 
+import logging
 import resource
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
 
 from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import (
@@ -31,8 +36,10 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.generation.load import load_model as load_bare_model
 from refiner_core.generation.load import load_tokenizer
-from refiner_core.training.batches import Sample, build_pack, collate, to_device
+from refiner_core.training.batches import Batch, Pack, Sample, build_pack, collate, to_device
 from refiner_core.training.model.logprobs import hidden_states
+
+log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 
@@ -116,6 +123,10 @@ def read_pickled(path: Path) -> Any:
 
 _LEAK_TOLERANCE = 1e-3
 _HEAD_TOLERANCE = 1e-2
+_KERNEL_TOLERANCE = 3e-2  # two kernels in bfloat16
+FLASH = "flash_attention_2"
+#: Kernels that skip masked blocks.
+_SKIPPING = (FLASH, "flex_attention")
 _GIB = 2**30
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of `ru_maxrss` in bytes
 
@@ -124,13 +135,16 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of `ru_maxrss` in by
 class LoadedModel:
     """A model ready to train, its tokenizer, and the layout of its packs.
 
-    ``share_prompts`` and ``balance`` are arguments of :mod:`refiner_core.training.batches`.
+    ``share_prompts`` and ``balance`` are arguments of :mod:`refiner_core.training.batches`. With a
+    ``flex_balance`` prompts are shared by FlexAttention, in batches where that costs less than
+    plain packs (:func:`~refiner_core.training.batches.sharing_pays`).
     """
 
     model: Any
     tokenizer: Any
     share_prompts: bool
     balance: float | None
+    flex_balance: float | None = None
 
     @property
     def device(self) -> Any:
@@ -153,13 +167,19 @@ def load_for_training(
     of saved weights that change when they are gathered and freed.
     """
     model = load_model(model_ref, config, device)
+    kernel = model.config.get_text_config()._attn_implementation
+    balance = None if kernel in _SKIPPING else _attention_balance(model)
+    full = _attends_fully(model)
     loaded = LoadedModel(
         model=model,
         tokenizer=load_tokenizer(model_ref, config),
-        share_prompts=_can_share_prompts(model),
-        balance=_attention_balance(model),
+        share_prompts=full and kernel in ("sdpa", "eager"),
+        balance=balance,
     )
     check_model(loaded)
+    if full and kernel == FLASH and flex_works(loaded):
+        flex = _attention_balance(model)
+        loaded = replace(loaded, share_prompts=True, flex_balance=flex)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable(
             activation_checkpointing_kwargs={"use_reentrant": reentrant}
@@ -263,25 +283,59 @@ def export(
     part.rename(folder)
 
 
-def _can_share_prompts(model: Any) -> bool:
+def _attends_fully(model: Any) -> bool:
     """Whether all layers use full attention: a custom mask reaches every layer alike."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     full = all(kind == "full_attention" for kind in kinds)
     windowed = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
-    return full and not windowed and config._attn_implementation in ("sdpa", "eager")
+    return full and not windowed
 
 
-def _attention_balance(model: Any) -> float | None:
-    """The row length at which dense attention costs as much as a layer's matrices; None for kernels
-    that skip masked blocks.
+def flash_or_flex(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    """Attention of a FlashAttention model: FlexAttention where the mask has blocks. A forward pass
+    that is recomputed has the same mask, and so the same kernel."""
+    kernel = flex_attention_forward if isinstance(mask, BlockMask) else flash_attention_forward
+    return kernel(module, query, key, value, mask, **options)
+
+
+def flex_works(loaded: LoadedModel) -> bool:
+    """Whether FlexAttention runs here, forward and backward, and agrees with the model's own kernel
+    on a shared prompt; a warning says why not."""
+    AttentionInterface.register(FLASH, flash_or_flex)
+    model = loaded.model
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    prompt = tuple(i % vocabulary for i in range(3, 150))
+    samples = [Sample(prompt, tuple(ids[:70]), (True,) * 70) for ids in (prompt, prompt[7:])]
+    try:
+        flex = hidden_states(model, _placed(build_pack([samples]), loaded, flex=True))
+        flex.float().sum().backward()
+        plain = _placed(build_pack([[sample] for sample in samples]), loaded)
+        with torch.no_grad():
+            gap = (flex - hidden_states(model, plain)).float().norm() / flex.float().norm()
+        if gap <= _KERNEL_TOLERANCE:
+            return True
+        why = f"it differs from {FLASH} by {float(gap):.2g}"
+    except Exception as error:  # a compiler's: of any kind
+        why = next(iter(f"{type(error).__name__}: {error}".splitlines()))
+    finally:
+        model.zero_grad()
+    log.warning("Prompts are not shared: FlexAttention cannot be used here (%s)", why)
+    return False
+
+
+def _placed(pack: Pack, loaded: LoadedModel, *, flex: bool = False) -> Batch:
+    """One pack as a batch on the model's device."""
+    return to_device(collate([pack], balance=loaded.balance, flex=flex), loaded.device)
+
+
+def _attention_balance(model: Any) -> float:
+    """The row length at which dense attention costs as much as a layer's matrices.
 
     Forward floating-point operations per token and layer: 2 x parameters for the matrices,
     4 x length x attention width for attention.
     """
     config = model.config.get_text_config()
-    if config._attn_implementation in ("flash_attention_2", "flex_attention"):
-        return None
     layers = config.num_hidden_layers
     embeddings = sum(p.numel() for p in {*_embeddings(model)})
     per_layer = (sum(p.numel() for p in model.parameters()) - embeddings) / layers
