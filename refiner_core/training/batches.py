@@ -24,6 +24,8 @@ from refiner_core.contract.fingerprint import derive_seed
 
 #: Candidate row lengths, as multiples of the longest unit.
 _ROW_FACTORS = (1, 1.25, 1.5, 2, 3, 4, 8)
+#: The balance of a model with recurrent layers: every sample needs a row of its own.
+OWN_ROW = 0.0
 #: Side of the blocks that FlexAttention computes or skips as a whole.
 FLEX_BLOCK = 128
 #: Assumed cost of a pair of positions in FlexAttention; 1 is a pair in FlashAttention.
@@ -147,12 +149,27 @@ def pack_samples(
     :func:`row_width`) is None for FlashAttention: packs are filled as far as possible. Dense
     attention also computes masked positions, and :func:`collate` splits a pack into rows. So
     a long row of responses is cut where a second copy of the prompt is cheaper, and a pack holds
-    units of similar length, which need little padding.
+    units of similar length, which need little padding. With :data:`OWN_ROW` the padding counts too.
     """
     units = list(_units(samples, pack_length, share_prompts, balance))
     lengths = [unit_length(unit) for unit in units]
-    bins = first_fit(lengths, pack_length, decreasing=True, max_open=None if balance is None else 1)
+    if balance == OWN_ROW:
+        bins = _padded_bins(lengths, pack_length)
+    else:
+        most = None if balance is None else 1
+        bins = first_fit(lengths, pack_length, decreasing=True, max_open=most)
     return [build_pack([units[i] for i in indices]) for indices in bins]
+
+
+def _padded_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of ``lengths`` in bins, the longest first: rows padded to the longest fit."""
+    bins: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= capacity:
+            bins[-1].append(i)
+        else:
+            bins.append([i])
+    return bins
 
 
 def build_pack(units: Sequence[Sequence[Sample]]) -> Pack:
@@ -216,7 +233,7 @@ def row_width(lengths: Sequence[int], balance: float) -> int:
 
 def row_cost(width: int, balance: float | None) -> float:
     """Cost of a row of ``width`` tokens, in tokens of a row without attention."""
-    return width if balance is None else width * (1 + width / balance)
+    return width * (1 + width / balance) if balance else width
 
 
 class AttentionWork(NamedTuple):
@@ -390,6 +407,8 @@ def _rows(pack: Pack, balance: float) -> list[Pack]:
     """The units of a pack, redistributed over rows of the best common length."""
     ends = [i for i in range(1, len(pack) + 1) if pack.unit_L[i : i + 1] != [pack.unit_L[i - 1]]]
     units = [_slice(pack, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if balance == OWN_ROW:
+        return units
     lengths = [len(unit) for unit in units]
     bins = first_fit(lengths, row_width(lengths, balance), decreasing=True)
     return [_joined([units[i] for i in indices]) for indices in bins]

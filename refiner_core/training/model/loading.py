@@ -4,8 +4,8 @@ In: a folder or Hub name and the ``model`` section. Out: a live model and tokeni
 an exported folder for ``from_pretrained``.
 
 Loading verifies training's assumptions on the model itself: packed sequences do not attend to each
-other, and a logit is exactly output head times last hidden state. A model that violates them
-(linear attention, soft-capped logits) is refused instead of trained wrongly.
+other, and a logit is exactly output head times last hidden state. A model with recurrent layers
+gets one sample per row; one with soft-capped logits is refused instead of trained wrongly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,15 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.generation.load import load_model as load_bare_model
 from refiner_core.generation.load import load_tokenizer
-from refiner_core.training.batches import Batch, Pack, Sample, build_pack, collate, to_device
+from refiner_core.training.batches import (
+    OWN_ROW,
+    Batch,
+    Pack,
+    Sample,
+    build_pack,
+    collate,
+    to_device,
+)
 from refiner_core.training.model.logprobs import hidden_states
 
 log = logging.getLogger(__name__)
@@ -122,6 +130,7 @@ def read_pickled(path: Path) -> Any:
 
 
 _LEAK_TOLERANCE = 1e-3
+_NO = (False,) * 5
 _HEAD_TOLERANCE = 1e-2
 _KERNEL_TOLERANCE = 3e-2  # two kernels in bfloat16
 FLASH = "flash_attention_2"
@@ -167,24 +176,32 @@ def load_for_training(
     of saved weights that change when they are gathered and freed.
     """
     model = load_model(model_ref, config, device)
-    kernel = model.config.get_text_config()._attn_implementation
-    balance = None if kernel in _SKIPPING else _attention_balance(model)
-    full = _attends_fully(model)
-    loaded = LoadedModel(
-        model=model,
-        tokenizer=load_tokenizer(model_ref, config),
-        share_prompts=full and kernel in ("sdpa", "eager"),
-        balance=balance,
-    )
+    loaded = _laid_out(model, load_tokenizer(model_ref, config))
     check_model(loaded)
-    if full and kernel == FLASH and flex_works(loaded):
-        flex = _attention_balance(model)
-        loaded = replace(loaded, share_prompts=True, flex_balance=flex)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable(
             activation_checkpointing_kwargs={"use_reentrant": reentrant}
         )
         model.train()  # transformers recomputes in train mode only; dropout is off
+    return loaded
+
+
+def _laid_out(model: Any, tokenizer: Any) -> LoadedModel:
+    """The model with the layout of its packs."""
+    kernel = model.config.get_text_config()._attn_implementation
+    loaded = LoadedModel(model, tokenizer, share_prompts=False, balance=None)
+    if leaks(loaded):
+        log.warning(
+            "%s carries a state along a row: each sample has a row of its own, which costs "
+            "padding, and prompts are not shared",
+            type(model).__name__,
+        )
+        return replace(loaded, balance=OWN_ROW)
+    full = _attends_fully(model)
+    if kernel not in _SKIPPING:
+        return replace(loaded, share_prompts=full, balance=_attention_balance(model))
+    if full and kernel == FLASH and flex_works(loaded):
+        return replace(loaded, share_prompts=True, flex_balance=_attention_balance(model))
     return loaded
 
 
@@ -235,34 +252,47 @@ def check_model(loaded: LoadedModel) -> None:
     """Refuse a model whose packed sequences attend to each other, or whose logits need more than
     the head's weight (a bias, a cap).
 
-    Two packs differ only in their first sequence; with isolated blocks the second one's hidden
-    states cannot differ.
-
     Raises
     ------
     UnsupportedError
         Either condition fails.
     """
     model, device = loaded.model, loaded.device
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    second = Sample((), tuple(i % vocabulary for i in range(3, 9)), (True,) * 6)
-    hidden = []
+    if leaks(loaded):
+        raise _cannot_train(model, "packed sequences see each other", "block-isolated attention")
     with torch.no_grad():
-        for token in (1, 2):
-            first = Sample((), (token % vocabulary,) * 5, (False,) * 5)
-            batch = to_device(collate([build_pack([[first], [second]])]), device)
-            hidden.append(hidden_states(model, batch).float())
-        alone = torch.tensor([second.response_ids], device=device)
+        alone = torch.tensor([_probe(model).response_ids], device=device)
         logits = model(input_ids=alone, use_cache=False).logits[0, :-1].float()
         last = model.base_model(input_ids=alone, use_cache=False).last_hidden_state[0, :-1]
         head = model.get_output_embeddings()
         by_hand = (last @ head.weight.mT).float()
-    if (hidden[0] - hidden[1]).norm() > _LEAK_TOLERANCE * hidden[0].norm():
-        raise _cannot_train(model, "packed sequences see each other", "block-isolated attention")
     if (logits - by_hand).norm() > _HEAD_TOLERANCE * logits.norm():
         raise _cannot_train(
             model, "logits are more than head x hidden state", "a plain output head"
         )
+
+
+def leaks(loaded: LoadedModel) -> bool:
+    """Whether a sequence sees the one before it: in the same row, unless each has its own.
+
+    Two packs differ only in their first sequence; with isolated blocks the second one's hidden
+    states cannot differ.
+    """
+    model, second = loaded.model, _probe(loaded.model)
+    one_row = replace(loaded, balance=OWN_ROW if loaded.balance == OWN_ROW else None)
+    hidden = []
+    with torch.no_grad():
+        for token in (1, 2):
+            first = Sample((), (token % int(model.config.get_text_config().vocab_size),) * 5, _NO)
+            batch = _placed(build_pack([[first], [second]]), one_row)
+            hidden.append(hidden_states(model, batch).float())
+    return bool((hidden[0] - hidden[1]).norm() > _LEAK_TOLERANCE * hidden[0].norm())
+
+
+def _probe(model: Any) -> Sample:
+    """A short sequence that every model has words for."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    return Sample((), tuple(i % vocabulary for i in range(3, 9)), (True,) * 6)
 
 
 def export(
