@@ -46,7 +46,16 @@ def check_window(
 
 #: Kinds of layers with a recurrent state, as configurations name them.
 RECURRENT = frozenset(
-    {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv", "hybrid", "mamba_attention"}
+    {
+        "linear_attention",
+        "mamba",
+        "mamba2",
+        "recurrent",
+        "conv",
+        "rwkv",
+        "hybrid",
+        "mamba_attention",
+    }
 )
 
 

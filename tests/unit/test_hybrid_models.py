@@ -59,7 +59,13 @@ def saved(folder: Path, kind: str) -> str:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
     tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": EOS}
     config = AutoConfig.for_model(
-        *(kind,), **sizes, **heads, **tokens, bos_token_id=None, initializer_range=0.2, **KINDS[kind]
+        *(kind,),
+        **sizes,
+        **heads,
+        **tokens,
+        bos_token_id=None,
+        initializer_range=0.2,
+        **KINDS[kind],
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
