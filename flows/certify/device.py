@@ -47,6 +47,7 @@ from flows.certify.work import (
     shape_of,
     write_rows,
 )
+from flows.durations import GPUS, known_gpu
 from infra.attempt.stage_io import AttemptIO
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
@@ -226,17 +227,6 @@ def _gradient(model: Any) -> torch.Tensor | None:
     return torch.cat(found) if found else None
 
 
-#: Dense bfloat16 operations per second, without sparsity, by the makers' data sheets.
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-}
 #: Allowed ratio of measured peak memory to the plan's forecast, which is a rule of thumb.
 MEMORY_ALLOWANCE = 1.25
 _GIB = 2**30
@@ -270,9 +260,8 @@ def peak_flops(order: WorkOrder) -> tuple[float, str]:
     """Reference operations per second, and its source."""
     if order.gpus and order.dtype == "bfloat16":
         name = torch.cuda.get_device_name(0)
-        for known, peak in PEAK_FLOPS.items():
-            if known in name:
-                return peak, f"data sheet of {known}"
+        if (known := known_gpu(name)) is not None:
+            return GPUS[known].flops, f"data sheet of {known}"
     size = 8192 if order.gpus else 768
     a = torch.randn(size, size, device=order.device, dtype=getattr(torch, order.dtype))
     seconds = [timed(order, lambda: a @ a) for _ in range(6)][1:]

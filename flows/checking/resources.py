@@ -33,7 +33,7 @@ _GIB = 2**30
 
 def memory_needs(plan: Plan) -> list[MemoryNeed]:
     """Estimates for the training stages of a plan; none if the model's size is unknown."""
-    found = _shape_of(plan.config)
+    found = model_shape(plan.config)
     if found is None:
         return []
     kinds = {stage.kind for stage in plan.stages}
@@ -77,7 +77,7 @@ def _asked(config: RecipeConfig, need: MemoryNeed) -> int:
     return section_of(config, need.stage).resources.memory_gb * _GIB
 
 
-def _shape_of(config: RecipeConfig) -> ModelShape | None:
+def model_shape(config: RecipeConfig) -> ModelShape | None:
     files = model_files(config.model.name_or_path, config.model.revision)
     size: ModelSize = model_size(files.folder if files else None, config.model.name_or_path)
     if size.parameters is None:
