@@ -3,14 +3,12 @@
 In: a :class:`~sweeps.values.SweepPlan`, measurements (:class:`History`), the finished stages; the
 limits of a sweep file. Out: a :class:`SweepForecast`; a :class:`ExceededLimit` for each limit that
 does not hold, with what would fit. Pure. Amounts without measurements or stated assumptions are
-None, never made up.
-Every number names its basis:
+None, never made up. Every number names its basis:
 
     measured: 3 stages like it          same kind, model, devices, and shape of a step
     by canary: 2 steps of grpo-0123     the sweep's own first steps
     by rule of thumb: …                 measured on another shape, scaled by tokens
-
-    assumed: H100, 3.1 h to 8.7 h      by a plan's forecast; never a reason to refuse a sweep
+    assumed: H100, 3.1 h to 8.7 h each  by a plan's forecast; never a reason to refuse a sweep
 
 A shared stage is counted once, with its first trial.
 """
@@ -484,8 +482,8 @@ def _assumed(found: StageForecast, cost: AssumedCost) -> StageForecast:
     if found.seconds is None and cost.seconds is not None:
         found = replace(found, seconds=cost.seconds, basis=cost.basis, assumed=True)
     if found.judge_calls is None and cost.judge_calls is not None:
-        calls = {"judge_calls": cost.judge_calls, "calls_basis": cost.basis}
-        found = replace(found, **calls, assumed=True)
+        calls = cost.judge_calls
+        found = replace(found, judge_calls=calls, calls_basis=cost.basis, assumed=True)
     return found
 
 

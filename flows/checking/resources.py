@@ -78,6 +78,7 @@ def _asked(config: RecipeConfig, need: MemoryNeed) -> int:
 
 
 def model_shape(config: RecipeConfig) -> ModelShape | None:
+    """Sizes of a recipe's model, by its files or its name; None if unknown."""
     files = model_files(config.model.name_or_path, config.model.revision)
     size: ModelSize = model_size(files.folder if files else None, config.model.name_or_path)
     if size.parameters is None:

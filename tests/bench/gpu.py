@@ -12,8 +12,9 @@ exits with 0. Lines, also written to `gpu-NAME-OF-THE-MACHINE.jsonl` in the fold
 
 MFU: model floating-point operations of the tokens that are trained on (6 x parameters per token and
 12 x layers x width x mean context for attention; a prompt once per sample, recomputation not
-counted) over seconds x :data:`flops <flows.durations.GPUS>` of the card. Sharing prompts saves work that this still
-counts, so ours also says its MFU over the positions that it computes (``mfu_computed``).
+counted) over seconds x the peak of the card (:data:`flows.durations.GPUS`). Sharing prompts saves
+work that this still counts, so ours also says its MFU over the positions that it computes
+(``mfu_computed``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The forecast of a plan's time: calls of the judge, what hides what, and the sources of figures."""
+"""The forecast of a plan's time: judge calls, what hides what, and the sources of figures."""
 
 from __future__ import annotations
 
@@ -51,36 +51,45 @@ def test_an_answer_costs_a_call_for_each_question_and_one_for_all_rubrics_if_bat
     words = [f"workspace={tmp_path}", f"reward.rubric_source={source}", f"judge.form={form}"]
     found, prompt, reply = judge_use(make_recipe_plan(LARGE, words).config)
     assert found == pytest.approx(calls)
-    assert prompt > 700 * calls and reply >= 60 * calls - 1
+    assert prompt > 700 * calls
+    assert reply >= 60 * calls - 1
 
 
 def test_a_step_agrees_with_the_arithmetic_on_real_rows(tmp_path):
     """5,550 calls and 4.2 M prompt tokens a step; 53 to 128 s, one after the other."""
     words = ("judge.form=per_rubric", "grpo.async_steps=0", "grpo.num_training_steps=100")
     found = forecast(tmp_path, *words)["grpo"]
-    assert found.seconds is not None and found.judge_calls and found.judge_prompt_tokens
+    assert found.seconds is not None
+    assert found.judge_calls
+    assert found.judge_prompt_tokens
     fast, likely, slow = found.seconds
     assert 30 < fast / 100 < likely / 100 < slow / 100 < 200
     assert 53 < likely / 100 < 128
     assert found.judge_calls == pytest.approx(555_000, rel=0.01)
     assert found.judge_prompt_tokens == pytest.approx(420e6, rel=0.01)
-    assert found.busy is not None and found.busy["judges"] > found.busy["samplers"]
+    assert found.busy is not None
+    assert found.busy["judges"] > found.busy["samplers"]
 
 
 def test_sampling_is_hidden_by_older_policies(tmp_path):
     straight, ahead = (forecast(tmp_path, f"grpo.async_steps={n}")["grpo"] for n in (0, 2))
-    assert straight.seconds and ahead.seconds and ahead.seconds[1] < straight.seconds[1]
+    assert straight.seconds
+    assert ahead.seconds
+    assert ahead.seconds[1] < straight.seconds[1]
 
 
 def test_what_is_unknown_has_no_figure(tmp_path):
     assert forecast(tmp_path)["evaluate-grpo"].per == "100 prompts"
     assert forecast(tmp_path, "evaluate.max_prompts=50")["evaluate-grpo"].per == "stage"
     strange = forecast(tmp_path, gpu="MI300X")["grpo"]
-    assert strange.seconds is None and "MI300X" in strange.why
+    assert strange.seconds is None
+    assert "MI300X" in strange.why
     on_cpus = {one.seconds for one in forecast_times(make_recipe_plan("tiny", []))}
     assert on_cpus == {None}
     hosted = forecast(tmp_path, "judge.base_url=http://127.0.0.1:1/v1")["grpo"]
-    assert hosted.seconds and hosted.judge_calls and "without the judge's time" in hosted.why
+    assert hosted.seconds
+    assert hosted.judge_calls
+    assert "without the judge's time" in hosted.why
 
 
 def test_a_certificate_replaces_assumptions(tmp_path):
@@ -89,7 +98,9 @@ def test_a_certificate_replaces_assumptions(tmp_path):
     slow = forecast(tmp_path, "judge.kind=lexical", "judge.model=lexical-1")["grpo"]
     assert (assumed.device, slow.device) == ("H100", "H200")
     assert slow.basis == "certificate of gpu07"
-    assert assumed.seconds and slow.seconds and slow.seconds[1] > 10 * assumed.seconds[1]
+    assert assumed.seconds
+    assert slow.seconds
+    assert slow.seconds[1] > 10 * assumed.seconds[1]
     other = forecast(tmp_path, "judge.kind=lexical", "judge.model=lexical-1", gpu="A100")["grpo"]
     assert (other.device, other.basis) == ("A100", "assumed")
 
