@@ -112,8 +112,6 @@ PROMPT_SHARE = 0.25
 CITATION_CALLS, INSTANCE_CALLS = 14.3, 4.4
 #: Tokens of a call: its prompt, its reply, and what each further rubric of a batched one adds.
 CALL_PROMPT, CALL_REPLY, MORE_PROMPT, MORE_REPLY = 757, 60, 80, 25
-#: A server reads at least this share of a mixture's weights per token.
-MIXTURE_SHARE = 1 / 8
 #: Bytes per second of new weights on their way to the rollout servers.
 SYNC_BYTES_S = 4e9
 #: Layers of a model whose files are not here.
@@ -464,33 +462,29 @@ def judge_use(config: RecipeConfig) -> tuple[float, float, float]:
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)B(?:-A(\d+(?:\.\d+)?)B)?", re.IGNORECASE)
 
 
-def judge_sizes(judge: JudgeConfig) -> tuple[float, float] | None:
-    """All parameters of a judge and those that a token uses, from its name; None if unknown."""
+def judge_size(judge: JudgeConfig) -> float | None:
+    """Parameters of a judge that a token uses, from its name (3e9 for ``35B-A3B``); None if
+    unknown."""
     found = _SIZE.search(judge.model.rpartition("/")[2])
-    if found is None:
-        return None
-    total = float(found[1]) * 1e9
-    return total, float(found[2]) * 1e9 if found[2] else total
+    return float(found[2] or found[1]) * 1e9 if found else None
 
 
 def _served(s: _Stage) -> bool:
     """Whether the judge's speed is known: a server that refiner starts, of a known size."""
     judge = s.config.judge
-    return serves(judge) and judge.resources.gpus > 0 and judge_sizes(judge) is not None
+    return serves(judge) and judge.resources.gpus > 0 and judge_size(judge) is not None
 
 
 def _judging_s(s: _Stage, case: Case, answers: float) -> float:
     """Seconds of the judge for so many answers; 0 without one, or if its machine is unknown."""
-    judge, sizes = s.config.judge, judge_sizes(s.config.judge)
+    judge, size = s.config.judge, judge_size(s.config.judge)
     if judge.kind == "lexical" or not asks_judge(s.config, s.stage.kind) or not _served(s):
         return 0.0
-    assert sizes is not None
-    total, active = sizes
+    assert size is not None
     _, prompt, reply = judge_use(s.config)
     gpus = judge.resources.gpus * judge.resources.nodes
-    reading = gpus * s.gpu.flops * case.utilisation / (2 * active)
-    decoded = max(active, total * MIXTURE_SHARE)
-    writing = gpus * case.decode * s.gpu.bandwidth / decoded
+    reading = gpus * s.gpu.flops * case.utilisation / (2 * size)
+    writing = gpus * case.decode * s.gpu.bandwidth / size
     return answers * (prompt / reading + reply / writing)
 
 
@@ -550,4 +544,4 @@ def _span(values: Sequence[float] | None, write: Callable[[float], str]) -> str:
 
 
 def _millions(tokens: int) -> str:
-    return f"{tokens / 1e6:,.3g} M" if tokens else "-"
+    return f"{tokens / 1e6:,.0f} M" if tokens else "-"

@@ -59,7 +59,8 @@ def plan_command(
     if not as_json:
         show_plan(plan, recipe, overrides, as_json)
         click.echo("")
-        print_lines(time_lines(times, plan, gpu))
+        done = {f.stage.name for f in forecast(plan) if f.action == "skip"}
+        print_lines(time_lines([one for one in times if one.stage not in done], plan, gpu))
     room = disk_of_plan(plan).room
     if as_json:
         value = {**plan_json(plan, forecast(plan)), "disk": _disk_json(room)}
