@@ -269,9 +269,8 @@ class _Stage:
         file = (self.report.get("files") or {}).get(f"{name}.parquet") or {}
         return int(file["rows"]) if "rows" in file else None
 
-    @property
-    def gpu(self) -> Gpu:
-        """Figures of the stage's GPU."""
+    def require_gpu(self) -> Gpu:
+        """Figures of the stage's GPU, without which there is no forecast."""
         if self.hardware.gpu is None:
             what = "of CPUs" if self.hardware.name == "CPU" else f"of {self.hardware.name}"
             raise _Unknown(f"nothing is known {what}; `refiner certify` measures a node")
@@ -285,7 +284,7 @@ class _Stage:
 
     def train_s(self, tokens: float, passes: float, devices: int, case: Case) -> float:
         """Seconds of so many passes (2 N operations a token) on so many devices."""
-        rate = self.gpu.flops * case.utilisation * max(1, devices)
+        rate = self.require_gpu().flops * case.utilisation * max(1, devices)
         return tokens * 2 * self.shape.parameters * passes / rate
 
 
@@ -428,7 +427,7 @@ def _sampling(s: _Stage, case: Case, rollouts: int, prompts: int, placed: Placem
 def _server_s(s: _Stage, case: Case, answers: float, prompts: float, gpus: int) -> float:
     """Seconds of servers: prompts are read once each, answers token by token."""
     tokens = answers * case.response * s.config.grpo.response_length
-    rate = case.decode * s.gpu.bandwidth / s.shape.parameters * max(1, gpus)
+    rate = case.decode * s.require_gpu().bandwidth / s.shape.parameters * max(1, gpus)
     return tokens / rate + s.train_s(prompts * s.prompt, 1, gpus, case)
 
 
@@ -437,8 +436,8 @@ def _batches_s(s: _Stage, case: Case, answers: float, together: int, devices: in
     longest = s.config.grpo.response_length
     if rate := s.certified("sampling by transformers", case):
         return answers * case.response * longest / (rate * devices)
-    if s.gpu:  # of a known kind
-        batches = answers / devices / together
+    s.require_gpu()
+    batches = answers / devices / together
     return batches * longest * (s.shape.layers or LAYERS) * case.layer_s
 
 
@@ -483,8 +482,8 @@ def _judging_s(s: _Stage, case: Case, answers: float) -> float:
     assert size is not None
     _, prompt, reply = judge_use(s.config)
     gpus = judge.resources.gpus * judge.resources.nodes
-    reading = gpus * s.gpu.flops * case.utilisation / (2 * size)
-    writing = gpus * case.decode * s.gpu.bandwidth / size
+    reading = gpus * s.require_gpu().flops * case.utilisation / (2 * size)
+    writing = gpus * case.decode * s.require_gpu().bandwidth / size
     return answers * (prompt / reading + reply / writing)
 
 

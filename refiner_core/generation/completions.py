@@ -76,7 +76,9 @@ def check_layers(config: Any, longest: int) -> None:
         The message names the kinds of layers or positions.
     """
     check_positions(config, longest)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - RECURRENT - {"dummy"}
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds & RECURRENT:  # such models also have layers without a cache
+        kinds -= {*RECURRENT, "mlp", "moe"}
     sliding = getattr(config, "sliding_window", None)
     # A window that no sample exceeds is full attention.
     if sliding is None or longest <= sliding:

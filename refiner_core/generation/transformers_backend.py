@@ -277,10 +277,6 @@ class TransformersGenerator:
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.on_step = on_step
         self.stop_ids = stop_ids(model, tokenizer)
-        self._recurrent = any(
-            isinstance(layer, LinearAttentionCacheLayerMixin)
-            for layer in DynamicCache(config=model.config).layers
-        )
 
     def generate(
         self,
@@ -306,16 +302,17 @@ class TransformersGenerator:
             return []
         self._check_lengths(requests, params)
         completions: dict[int, Completion] = {}
+        recurrent = _is_recurrent(self.model)
         with _ready(self.model):
             for batch in plan_batches(
                 requests,
                 self.batch_size,
                 max_new_tokens=params.max_new_tokens,
                 max_entries=max_cache_entries(self.model),
-                samples_per_row=1 if self._recurrent else MAX_SAMPLES_PER_ROW,
+                samples_per_row=1 if recurrent else MAX_SAMPLES_PER_ROW,
             ):
                 seeds = [requests[index].seed for row in batch for index in row.requests]
-                kind = _RowDecoding if self._recurrent else _Decoding
+                kind = _RowDecoding if recurrent else _Decoding
                 decoding = kind(self, batch, seeds, params)
                 for finished in decoding.steps():
                     completions.update(finished)
@@ -335,7 +332,7 @@ class TransformersGenerator:
         """
         from refiner_core.generation.turns import TurnDecoding
 
-        if self._recurrent:
+        if _is_recurrent(self.model):
             LockstepTurns(self, room=self.batch_size).turns(desk)
             return
         with _ready(self.model):
@@ -350,6 +347,12 @@ class TransformersGenerator:
         window = getattr(config, "max_position_embeddings", None)
         longest = check_window(requests, params, window)
         check_layers(config, longest)
+
+
+def _is_recurrent(model: Any) -> bool:
+    """Whether a layer's cache is a recurrent state."""
+    layers = DynamicCache(config=model.config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flows.api import make_recipe_plan
-from flows.checking.models import check_model_files, model_files
+from flows.checking.models import check_model_files, layer_notes, model_files
 from flows.sweeping.planning import make_sweep_plan
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -149,6 +149,15 @@ def test_fitting_models_pass(tmp_path: Path, edit: Edit | None, fields: dict[str
     if edit is not None:
         edit(folder)
     check_model_files(recipe(folder, **fields))
+
+
+def test_a_plan_notes_what_recurrent_layers_cost(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "model")
+    assert not layer_notes(recipe(folder))
+    config(layer_types=["linear_attention"] * 3 + ["full_attention"])(folder)
+    (note,) = layer_notes(recipe(folder))
+    assert "(linear_attention)" in note
+    assert "row of its own" in note
 
 
 def test_embeddings_of_the_model_must_hold_all_tokens(tmp_path: Path) -> None:
