@@ -14,6 +14,7 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.types import GenerationRequest, SamplingParams
 from refiner_core.data.prepared import write_prompts
 from refiner_core.evaluation.run import evaluate_model
+from refiner_core.generation.load import load_model
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.training.batches import OWN_ROW, collate, pack_samples, share_among
 from refiner_core.training.model.loading import load_for_training
@@ -28,7 +29,9 @@ from tests.support.tiny_training import (
     save_data,
     tiny_tokenizer,
 )
+from tests.support.turn_script import Script
 from tests.unit.test_packing import alone_logprobs, random_samples
+from tests.unit.test_turn_generation import agrees, continuous
 
 _LINEAR = {
     "linear_num_key_heads": 2,
@@ -102,6 +105,13 @@ def test_a_batch_has_the_loss_and_the_samples_of_each_sample_alone(tmp_path, kin
             assert int(logits.argmax()) == token
             assert float(logits.log_softmax(-1)[token]) == pytest.approx(logprob, abs=1e-4)
             context.append(token)
+
+
+def test_turns_of_a_hybrid_are_what_single_calls_sample(tmp_path):
+    model = load_model(saved(tmp_path, "lfm2"), ModelConfig())
+    script = Script(4, 3)
+    continuous(model, 2).turns(script)
+    agrees(model, script, 4)
 
 
 @pytest.mark.slow
