@@ -22,7 +22,7 @@ from flows.checking.resources import model_shape
 from infra.orchestrator.timeline import rough
 from infra.store.provenance import read_certificates
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import JudgeConfig, RecipeConfig
+from refiner_core.contract.config import JudgeConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.placement import (
     STAGES,
@@ -282,6 +282,12 @@ class _Stage:
         self.used |= rate is not None
         return None if rate is None else rate * case.certified
 
+    @property
+    def basis(self) -> str:
+        """The source of the figures."""
+        made = self.hardware.certificate if self.used else None
+        return f"certificate of {made.host['name']}" if made else "assumed"
+
     def train_s(self, tokens: float, passes: float, devices: int, case: Case) -> float:
         """Seconds of so many passes (2 N operations a token) on so many devices."""
         rate = self.require_gpu().flops * case.utilisation * max(1, devices)
@@ -290,17 +296,16 @@ class _Stage:
 
 def _forecast(found: StageTime, s: _Stage) -> StageTime:
     """Forecast of a stage whose machine and model are known."""
-    kinds: dict[str, Callable[[_Stage, Case], _Work]] = {"grpo": _grpo_step, "evaluate": _answers}
-    kinds["sample"] = _answers
     units, per, asked = _units(s)
-    work = [kinds.get(s.stage.kind, _sft_step)(s, case) for case in CASES]
+    work_of = {"grpo": _grpo_step, "evaluate": _answers, "sample": _answers}
+    work = [work_of.get(s.stage.kind, _sft_step)(s, case) for case in CASES]
     starts = [case.start_s if s.gpus and per == "stage" else 0.0 for case in CASES]
     seconds = [start + units * one.total for start, one in zip(starts, work, strict=True)]
     judge = s.config.judge
     judges = judge.resources.gpus * judge.resources.nodes
     judged = asked and judge.kind != "lexical" and asks_judge(s.config, s.stage.kind)
-    beside = serves(judge) and judge.serve.where == "job"
-    gpus, likely = s.gpus + (judges if judged and beside else 0), work[1]
+    own_job = serves(judge) and judge.serve.where == "job"
+    gpus, likely = s.gpus + (judges if judged and own_job else 0), work[1]
     calls, prompt, reply = judge_use(s.config) if judged else (0.0, 0.0, 0.0)
     shares = {
         "samplers": likely.sampling / likely.total,
@@ -317,9 +322,7 @@ def _forecast(found: StageTime, s: _Stage) -> StageTime:
         judge_prompt_tokens=round(asked * prompt),
         judge_reply_tokens=round(asked * reply),
         busy={name: round(min(1.0, share), 3) for name, share in shares.items() if share},
-        basis=f"certificate of {s.hardware.certificate.host['name']}"
-        if s.used and s.hardware.certificate
-        else "assumed",
+        basis=s.basis,
         why="without the judge's time: its machine is unknown" if judged and not _served(s) else "",
     )
 
@@ -341,15 +344,29 @@ def _units(s: _Stage) -> tuple[float, str, int]:
         if prompts is None:
             return PROMPTS, f"{PROMPTS} prompts", PROMPTS * judged
         return prompts, "stage", prompts * judged
-    section, steps = sft_section(config, kind), None
-    rows, length = s.rows("sft_train"), (s.report.get("sft") or {}).get("prompt_tokens") or {}
+    section = sft_section(config, kind)
+    known = [n for n in (section.max_train_steps, _sft_steps(s)) if n is not None]
+    return (min(known), "stage", 0) if known else (1, "step", 0)
+
+
+def _sft_steps(s: _Stage) -> int | None:
+    """Steps of all epochs over the prepared demonstrations; None before they are made."""
+    rows, section = s.rows("sft_train"), s.config.sft
+    if s.stage.kind != "sft" or rows is None:
+        return None
+    lengths = s.report.get("sft") or {}
+    total, prompt, loss = (
+        int((lengths.get(f"{name}_tokens") or {}).get("p50", 0))
+        for name in ("total", "prompt", "loss")
+    )
+    step = _tokens_of_step(section)
+    return max(1, round(section.num_train_epochs * rows * (total or prompt + loss) / step))
+
+
+def _tokens_of_step(section: SftConfig) -> int:
+    """Tokens of full packs."""
     packs = section.per_device_train_batch_size * section.gradient_accumulation_steps
-    if rows and length.get("p50") and kind == "sft":
-        step = section.pack_length * packs
-        steps = max(1, round(section.num_train_epochs * rows * length["p50"] / step))
-    if section.max_train_steps is not None:
-        steps = min(steps or section.max_train_steps, section.max_train_steps)
-    return (1, "step", 0) if steps is None else (steps, "stage", 0)
+    return section.pack_length * packs
 
 
 # ---------------------------------------------------------------- work
@@ -358,11 +375,7 @@ def _units(s: _Stage) -> tuple[float, str, int]:
 def _sft_step(s: _Stage, case: Case) -> _Work:
     """One step of fine-tuning: full packs."""
     section = sft_section(s.config, s.stage.kind)
-    tokens = (
-        section.pack_length
-        * section.per_device_train_batch_size
-        * section.gradient_accumulation_steps
-    )
+    tokens = _tokens_of_step(section)
     world = placement_of(s.config, s.stage.kind).world
     if rate := s.certified("SFT throughput", case):
         seconds = tokens / (rate * world)

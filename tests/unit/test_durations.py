@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
 
+from flows import durations
 from flows.cli.main import cli
 from flows.durations import StageTime, forecast_times, judge_use
 from flows.running.calls import make_recipe_plan
@@ -112,3 +114,19 @@ def test_the_plan_command_has_one_object_per_stage(tmp_path):
     assert len(value["time"][0]["seconds"]) == 3
     text = CliRunner().invoke(cli, [*words, "--gpu", "H200"]).output
     assert "assumed: H200" in text
+
+
+def test_prepared_rows_give_the_number_of_steps_and_prompts(tmp_path):
+    """2,847 rows of 136 tokens at four epochs in packs of 3,072, as `tiny` has them."""
+    words = [f"workspace={tmp_path / 'ws'}", "sft.resources.gpus=1", "sft.max_train_steps=null"]
+    plan = make_recipe_plan("tiny", [*words, "evaluate.resources.gpus=1"])
+    before = {one.stage: one.per for one in forecast_times(plan)}
+    assert (before["sft"], before["evaluate-sft"]) == ("step", "100 prompts")
+    sizes = {"sft_train.parquet": {"rows": 2847}, "rl_test.parquet": {"rows": 200}}
+    lengths = {"prompt_tokens": {"p50": 100}, "loss_tokens": {"p50": 36}}
+    report = {"files": sizes, "sft": lengths, "rl": {"prompt_tokens": {"p50": 110}}}
+    stage, workspace = plan.by_name["sft"], mock.Mock()
+    workspace.read_result.return_value = mock.Mock(report=report)
+    workspace.layout.certificate.return_value = tmp_path / "none" / "x.json"
+    found = durations._Stage(stage, plan, plan.config, workspace, None)
+    assert durations._units(found) == (504, "stage", 0)
