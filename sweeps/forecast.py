@@ -2,19 +2,20 @@
 
 In: a :class:`~sweeps.values.SweepPlan`, measurements (:class:`History`), the finished stages; the
 limits of a sweep file. Out: a :class:`SweepForecast`; a :class:`ExceededLimit` for each limit that
-does not hold, with what would fit. Pure. Amounts without measurements are None, never made up.
-Every number names its basis:
+does not hold, with what would fit. Pure. Amounts without measurements or stated assumptions are
+None, never made up. Every number names its basis:
 
     measured: 3 stages like it          same kind, model, devices, and shape of a step
     by canary: 2 steps of grpo-0123     the sweep's own first steps
     by rule of thumb: …                 measured on another shape, scaled by tokens
+    assumed: H100, 3.1 h to 8.7 h each  by a plan's forecast; never a reason to refuse a sweep
 
 A shared stage is counted once, with its first trial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -224,12 +225,25 @@ _HOUR_S = 3600.0
 _ENOUGH = 9
 
 
+class AssumedCost(NamedTuple):
+    """Seconds and judge calls of a stage without measurements, and the basis in words; None if they
+    are unknown."""
+
+    seconds: float | None
+    judge_calls: int | None
+    basis: str
+
+
+#: The assumed cost of a stage of a plan.
+Assume = Callable[[PlannedStage, Plan], AssumedCost]
+
+
 @dataclass(frozen=True)
 class StageForecast:
     """One unfinished stage.
 
     ``seconds`` of its own job, ``gpu_hours`` and ``judge_calls``: None if unknown. ``basis`` and
-    ``calls_basis`` describe the basis of the numbers.
+    ``calls_basis`` describe the basis of the numbers; ``assumed`` if one of them is not measured.
     """
 
     stage: str
@@ -242,6 +256,7 @@ class StageForecast:
     judge_calls: int | None
     basis: str
     calls_basis: str = ""
+    assumed: bool = False
 
     @property
     def gpu_hours(self) -> float | None:
@@ -289,7 +304,11 @@ class SweepForecast:
 
 
 def forecast_sweep(
-    plan: SweepPlan, history: History, done: AbstractSet[str], canary: Sequence[CanaryMeasure] = ()
+    plan: SweepPlan,
+    history: History,
+    done: AbstractSet[str],
+    canary: Sequence[CanaryMeasure] = (),
+    assume: Assume | None = None,
 ) -> SweepForecast:
     """Forecast of the unfinished part of a sweep.
 
@@ -299,8 +318,10 @@ def forecast_sweep(
         Ids of finished stages.
     canary
         Measurement of the sweep's own first steps; replaces history.
+    assume
+        Gives the cost of stages that nothing was measured for.
     """
-    estimator = _Estimator(history, plan, canary)
+    estimator = _Estimator(history, plan, canary, assume)
     stages: dict[str, StageForecast] = {}
     for trial in plan.trials:
         for stage in trial.plan.stages:
@@ -343,8 +364,14 @@ def _makespan(plan: SweepPlan, known: Mapping[str, float | None]) -> tuple[float
 class _Estimator:
     """Looks up measurements; stages of one shape are looked up once."""
 
-    def __init__(self, history: History, plan: SweepPlan, canary: Sequence[CanaryMeasure]) -> None:
-        self.history = history
+    def __init__(
+        self,
+        history: History,
+        plan: SweepPlan,
+        canary: Sequence[CanaryMeasure],
+        assume: Assume | None = None,
+    ) -> None:
+        self.history, self.assume = history, assume
         self.by_kind: dict[str, list[StageMeasure]] = {}
         for measured in history.stages:
             self.by_kind.setdefault(measured.shape.kind, []).append(measured)
@@ -365,10 +392,14 @@ class _Estimator:
             seconds, basis = None, "a server: as long as it is in use"
         else:
             seconds, basis = self._known_seconds(shape, work)
-        return StageForecast(
+        found = StageForecast(
             *(stage.id, stage.name, stage.kind, trial, shape, work),
             *(seconds, calls, basis, calls_basis),
         )
+        unmeasured = None in (seconds, calls) and not is_service(stage.id)
+        if self.assume is None or not unmeasured:
+            return found
+        return _assumed(found, self.assume(stage, plan))
 
     def _by_canary(self, first: CanaryMeasure, stage: PlannedStage, plan: Plan) -> StageMeasure:
         """Extrapolation from the first steps of a stage."""
@@ -446,6 +477,16 @@ class _Estimator:
         return median(rates[:_ENOUGH]) if rates else None
 
 
+def _assumed(found: StageForecast, cost: AssumedCost) -> StageForecast:
+    """The forecast with assumed numbers in place of unknown ones."""
+    if found.seconds is None and cost.seconds is not None:
+        found = replace(found, seconds=cost.seconds, basis=cost.basis, assumed=True)
+    if found.judge_calls is None and cost.judge_calls is not None:
+        calls = cost.judge_calls
+        found = replace(found, judge_calls=calls, calls_basis=cost.basis, assumed=True)
+    return found
+
+
 def _shape(stage: PlannedStage) -> StageShape:
     devices = stage.resources.gpus * max(1, stage.resources.nodes)
     return shape_of(stage.kind, stage.identity, stage.sources.get("model", ""), devices)
@@ -519,17 +560,21 @@ def passed_limits(
     forecast: SweepForecast, limits: Limits, used: Mapping[str, float] = {}
 ) -> Iterator[ExceededLimit]:
     """Limits that the unfinished part would exceed, given what the sweep's stages have ``used``,
-    including earlier versions."""
+    including earlier versions. Stages with assumed numbers do not count."""
+    measured = replace(forecast, stages=tuple(s for s in forecast.stages if not s.assumed))
+    least = len(measured.stages) < len(forecast.stages)
     for name, unit in (("gpu_hours", "GPU-hours"), ("judge_calls", "judge calls")):
         limit, before = getattr(limits, name), used.get(name) or 0
-        needed = before + forecast.total(name)
+        needed = before + measured.total(name)
         if limit is not None and needed > limit:
             costs = dict.fromkeys(forecast.trials, 0.0)
-            for stage in forecast.stages:
+            for stage in measured.stages:
                 costs[stage.trial] += getattr(stage, name) or 0
             fits = sum(cost <= limit - before for cost in accumulate(costs.values()))
             words = f"the first {fits} of {len(costs)} trials" if fits else "not one"
-            yield ExceededLimit(name, unit, limit, needed, bool(forecast.unknown(name)), words)
+            yield ExceededLimit(
+                name, unit, limit, needed, least or bool(measured.unknown(name)), words
+            )
 
 
 def refuse_what_cannot_fit(passed: Sequence[ExceededLimit]) -> None:

@@ -25,7 +25,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from flows.certify.work import (
     shape_of,
     write_rows,
 )
+from flows.durations import GPUS, known_gpu
 from infra.attempt.stage_io import AttemptIO
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
@@ -59,7 +60,7 @@ from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.training.batches import Sample, collate, pack_samples, to_device
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.model.loading import LoadedModel, load_for_training
+from refiner_core.training.model.loading import FLASH, LoadedModel, load_for_training
 from refiner_core.training.model.logprobs import token_scores
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.sft import train_sft
@@ -97,6 +98,7 @@ def numeric_checks(order: WorkOrder, _: Path) -> Iterator[CertifiedCheck]:
         for dtype in dtypes:
             limits = EXACT if dtype == "float32" else allowed
             yield kernel_check(order, kernel, dtype, samples, exact, limits)
+    yield kernel_check(order, FLASH, "bfloat16", samples, exact, allowed, shared=True)
 
 
 def own_samples(order: WorkOrder) -> tuple[list[Sample], CertifiedCheck]:
@@ -131,15 +133,23 @@ def kernel_check(
     samples: Sequence[Sample],
     exact: _Scored,
     limits: Mapping[str, float],
+    *,
+    shared: bool = False,
 ) -> CertifiedCheck:
-    """A kernel over packs, compared with padded rows under eager attention in float32."""
-    name = f"kernel {kernel}, {dtype}"
+    """A kernel over packs, compared with padded rows under eager attention in float32; ``shared``
+    tries the prompts that FlexAttention shares beside FlashAttention."""
+    name = f"kernel {kernel}, {dtype}" + ", shared prompts" * shared
     if kernel == "flex_attention" and not order.gpus:
         return absent(name, "it has no backward pass on a CPU")
     if kernel == "flash_attention_2" and dtype == "float32":
         return absent(name, "it only computes in 16 bits")
     try:
-        found = score_packs(_load(order, kernel, dtype), samples)
+        loaded = _load(order, kernel, dtype)
+        if shared and loaded.flex_balance is None:
+            return absent(name, "FlexAttention cannot be used here")
+        if loaded.flex_balance is not None:
+            loaded = replace(loaded, share_prompts=shared)
+        found = score_packs(loaded, samples)
     except UnsupportedError as error:
         return absent(name, error.what)
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -175,7 +185,8 @@ def score_packs(loaded: LoadedModel, samples: Sequence[Sample]) -> _Scored:
     total = sum(len(s.response_ids) for s in samples)
     logprob_F = torch.zeros(total)
     for pack in packs:
-        batch = to_device(collate([pack], balance=loaded.balance), loaded.device)
+        flex = loaded.flex_balance is not None
+        batch = to_device(collate([pack], balance=loaded.balance, flex=flex), loaded.device)
         scores = token_scores(loaded.model, batch).logprob_T
         (scores.sum() / total).backward()
         logprob_F[batch.flat_T.cpu()] = scores.detach().float().cpu()
@@ -216,17 +227,6 @@ def _gradient(model: Any) -> torch.Tensor | None:
     return torch.cat(found) if found else None
 
 
-#: Dense bfloat16 operations per second, without sparsity, by the makers' data sheets.
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-}
 #: Allowed ratio of measured peak memory to the plan's forecast, which is a rule of thumb.
 MEMORY_ALLOWANCE = 1.25
 _GIB = 2**30
@@ -260,9 +260,8 @@ def peak_flops(order: WorkOrder) -> tuple[float, str]:
     """Reference operations per second, and its source."""
     if order.gpus and order.dtype == "bfloat16":
         name = torch.cuda.get_device_name(0)
-        for known, peak in PEAK_FLOPS.items():
-            if known in name:
-                return peak, f"data sheet of {known}"
+        if (known := known_gpu(name)) is not None:
+            return GPUS[known].flops, f"data sheet of {known}"
     size = 8192 if order.gpus else 768
     a = torch.randn(size, size, device=order.device, dtype=getattr(torch, order.dtype))
     seconds = [timed(order, lambda: a @ a) for _ in range(6)][1:]

@@ -21,6 +21,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.placement import STAGES
+from refiner_core.generation.completions import recurrent_layers
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
 _INDEX = "model.safetensors.index.json"
@@ -125,8 +126,6 @@ def _highest_id(path: Path, changed_at: int) -> int | None:
 #: Stages that tokenise or run the recipe's base model.
 _READERS = {"data", *STAGES, "evaluate"}
 _TRAINERS = set(STAGES)
-#: Layers whose state is carried across the border between packed sequences.
-_RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"}
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tekken.json", "tiktoken.model"),
@@ -150,7 +149,7 @@ def check_model_files(config: RecipeConfig) -> None:
     ConfigurationError
         Files are missing or truncated, or their sizes do not fit the recipe or each other.
     UnsupportedError
-        The model's layers cannot be trained in packs.
+        The model's output head cannot be trained here.
     """
     stages = set(config.only or config.stages) & set(config.stages)
     if not stages & _READERS:
@@ -169,7 +168,20 @@ def check_model_files(config: RecipeConfig) -> None:
     if any(KINDS[stage].on_prompts for stage in stages):
         _check_window(config, model)
     if stages & _TRAINERS:
-        _check_layers(config, model)
+        _check_head(config, model)
+
+
+def layer_notes(config: RecipeConfig) -> list[str]:
+    """A note if the model has recurrent layers, and its stages run them."""
+    model = model_files(config.model.name_or_path, config.model.revision)
+    kinds = recurrent_layers(model.text_config) if model else []
+    if not kinds or not set(config.stages) & (_TRAINERS | {"evaluate"}):
+        return []
+    return [
+        f"{config.model.name_or_path} has recurrent layers ({', '.join(kinds)}): training and "
+        "sampling by transformers give each sample a row of its own. This is exact, but costs "
+        "padding, and prompts are not shared."
+    ]
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -279,24 +291,17 @@ def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
             )
 
 
-def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:
-    """Packed sequences can be separated, and the output head alone gives the logits."""
+def _check_head(config: RecipeConfig, model: ModelFiles) -> None:
+    """The output head alone gives the logits."""
     text = model.text_config
-    found = text.get("layer_types") or text.get("layers_block_type")
-    kinds = set(map(str, found if isinstance(found, list) else ())) & _RECURRENT
     cap = text.get("final_logit_softcapping")
     scale = text.get("logits_scaling", text.get("logit_scale"))
-    why = ""
-    if kinds:
-        why = f"layers of kind {', '.join(sorted(kinds))}, whose state runs on from one packed "
-        why += "sequence into the next"
-    elif cap or (isinstance(scale, int | float) and scale != 1):
+    if cap or (isinstance(scale, int | float) and scale != 1):
         name = "final_logit_softcapping" if cap else "a scale of logits"
         why = f"{name} ({cap or scale}): its logits are more than output head times hidden state, "
         why += "from which log-probabilities are taken in chunks"
-    if why:
         raise UnsupportedError(
             f"{model.folder} (model.name_or_path) has {why}.",
-            expected="layers of full or sliding attention, and a plain output head",
+            expected="a plain output head",
             fix="set model.name_or_path to such a model (Qwen3, Llama, Mistral …)",
         )

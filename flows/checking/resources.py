@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from flows.checking.models import model_files
+from flows.checking.models import layer_notes, model_files
 from infra.disk.forecast import ModelSize, model_size
 from infra.disk.manager import gib
 from infra.store.workspace import Workspace
@@ -33,7 +33,7 @@ _GIB = 2**30
 
 def memory_needs(plan: Plan) -> list[MemoryNeed]:
     """Estimates for the training stages of a plan; none if the model's size is unknown."""
-    found = _shape_of(plan.config)
+    found = model_shape(plan.config)
     if found is None:
         return []
     kinds = {stage.kind for stage in plan.stages}
@@ -55,7 +55,7 @@ def memory_json(plan: Plan) -> list[dict[str, Any]]:
 def planning_notes(plan: Plan) -> list[str]:
     """Notes on how a plan trains; they refuse nothing."""
     config = plan.config
-    notes = training_notes(config)
+    notes = [*training_notes(config), *layer_notes(config)]
     if config.environment.name:
         from refiner_core.environments.registry import environment_notes
 
@@ -77,7 +77,8 @@ def _asked(config: RecipeConfig, need: MemoryNeed) -> int:
     return section_of(config, need.stage).resources.memory_gb * _GIB
 
 
-def _shape_of(config: RecipeConfig) -> ModelShape | None:
+def model_shape(config: RecipeConfig) -> ModelShape | None:
+    """Sizes of a recipe's model, by its files or its name; None if unknown."""
     files = model_files(config.model.name_or_path, config.model.revision)
     size: ModelSize = model_size(files.folder if files else None, config.model.name_or_path)
     if size.parameters is None:

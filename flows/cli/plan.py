@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 @overrides_argument
 @json_option
 @click.option("--disk", "with_disk", is_flag=True, help="show disk use of each stage")
+@click.option("--gpu", metavar="NAME", help="GPU of the time forecast, such as H100")
 @former_option("--fit", "If a plan does not fit, smaller settings are printed below it.", flag=True)
-def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool, with_disk: bool) -> None:
+def plan_command(
+    recipe: str, overrides: tuple[str, ...], as_json: bool, with_disk: bool, gpu: str | None
+) -> None:
     """Show what a recipe would do: which stages run, which are skipped, and why.
 
     Nothing is changed; neither network nor GPU is needed.
@@ -48,16 +51,25 @@ def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool, with_di
     from flows.checking.gpus import gpus_json
     from flows.checking.resources import memory_json, planning_notes
     from flows.disk import disk_of_plan
+    from flows.durations import forecast_times, time_lines, times_json
     from flows.plans import forecast, plan_json
     from flows.running.calls import make_recipe_plan
 
     plan = make_recipe_plan(recipe, overrides)
+    times = forecast_times(plan, gpu)
     if not as_json:
         show_plan(plan, recipe, overrides, as_json)
+        click.echo("")
+        done = {f.stage.name for f in forecast(plan) if f.action == "skip"}
+        print_lines(time_lines([one for one in times if one.stage not in done], plan, gpu))
     room = disk_of_plan(plan).room
     if as_json:
         value = {**plan_json(plan, forecast(plan)), "disk": _disk_json(room)}
-        value |= {"memory": memory_json(plan), "time": [], "notes": planning_notes(plan)}
+        value |= {
+            "memory": memory_json(plan),
+            "time": times_json(times),
+            "notes": planning_notes(plan),
+        }
         value["gpus"] = gpus_json(plan)
         print_json(value)
         return

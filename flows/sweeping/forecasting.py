@@ -15,11 +15,13 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from flows.durations import FORECAST_KINDS, stage_time
 from flows.sweeping.budget import NOTHING, UsageReader, judge_calls_in
 from flows.sweeping.status import use_file
 from infra.disk.forecast import ForecastInputs, forecast_disk, size_of_model
@@ -28,11 +30,13 @@ from infra.orchestrator.timeline import devices_of, rough
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.placement import STAGES
+from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord, StageRecord, picked
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import size, table_lines
 from sweeps.forecast import (
+    AssumedCost,
     CanaryMeasure,
     ExceededLimit,
     History,
@@ -182,8 +186,21 @@ def forecast_of(
     if (most := plan.sweep.limits.concurrency) is not None:
         disk = replace(disk, parallel=min(disk.parallel, most))
     basis = f"unknown for {len(disk.unknown)} stages" if disk.unknown else ""
-    forecast = forecast_sweep(plan, known, done, canary)
+    forecast = forecast_sweep(plan, known, done, canary, partial(assumed_cost, workspace))
     return replace(forecast, disk_bytes=disk.needed_bytes, disk_basis=basis)
+
+
+def assumed_cost(workspace: Workspace, stage: PlannedStage, plan: Plan) -> AssumedCost:
+    """The likely cost of a stage by the assumptions of ``refiner plan``, if it has a figure for the
+    whole stage."""
+    if stage.kind not in FORECAST_KINDS:
+        return AssumedCost(None, None, "")
+    found = stage_time(stage, plan, workspace)
+    if found.per != "stage" or found.seconds is None:
+        return AssumedCost(None, None, "")
+    fast, likely, slow = found.seconds
+    basis = f"assumed: {found.device}, {rough(fast)} to {rough(slow)} each"
+    return AssumedCost(likely, found.judge_calls, basis)
 
 
 # ---------------------------------------------------------------- for people

@@ -6,7 +6,7 @@ end a text. Sharing ensures that changing the backend changes no sample's end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,9 +44,31 @@ def check_window(
     return longest
 
 
+#: Kinds of layers with a recurrent state, as configurations name them.
+RECURRENT = frozenset(
+    {
+        "linear_attention",
+        "mamba",
+        "mamba2",
+        "recurrent",
+        "conv",
+        "rwkv",
+        "hybrid",
+        "mamba_attention",
+    }
+)
+
+
+def recurrent_layers(config: Mapping[str, Any]) -> list[str]:
+    """Kinds of recurrent layers that the content of a ``config.json`` names."""
+    found = config.get("layer_types") or config.get("layers_block_type")
+    kinds = set(map(str, found if isinstance(found, list) else ()))
+    return sorted(kinds & RECURRENT)
+
+
 def check_layers(config: Any, longest: int) -> None:
-    """Refuse layers whose cache is not simply all earlier keys and values, and positions that
-    depend on the batch (:func:`check_positions`).
+    """Refuse layers whose cache is neither a recurrent state nor simply all earlier keys and
+    values, and positions that depend on the batch (:func:`check_positions`).
 
     Raises
     ------
@@ -55,6 +77,8 @@ def check_layers(config: Any, longest: int) -> None:
     """
     check_positions(config, longest)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds & RECURRENT:  # such models also have layers without a cache
+        kinds -= {*RECURRENT, "mlp", "moe"}
     sliding = getattr(config, "sliding_window", None)
     # A window that no sample exceeds is full attention.
     if sliding is None or longest <= sliding:

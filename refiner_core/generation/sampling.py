@@ -136,6 +136,7 @@ def plan_batches(
     *,
     max_new_tokens: int = 0,
     max_entries: int | None = None,
+    samples_per_row: int = MAX_SAMPLES_PER_ROW,
 ) -> list[list[SamplingRow]]:
     """Group requests by prompt into rows, and rows into batches of at most ``batch_size`` samples.
 
@@ -148,7 +149,7 @@ def plan_batches(
         by_prompt.setdefault(tuple(request.prompt_ids), []).append(index)
     rows = []
     for prompt_ids, members in by_prompt.items():
-        parts = -(-len(members) // min(MAX_SAMPLES_PER_ROW, batch_size))
+        parts = -(-len(members) // min(samples_per_row, batch_size))
         rows += [SamplingRow(prompt_ids, tuple(members[part::parts])) for part in range(parts)]
     rows.sort(key=lambda row: (len(row.requests), len(row.prompt_ids)))
 

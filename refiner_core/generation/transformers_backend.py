@@ -13,6 +13,9 @@ How a call works:
 4. A finished sample is returned immediately, and leaves the batch once that makes it a quarter
    smaller.
 
+A model with recurrent layers has one sample per row and its own cache; prompts are padded on the
+left, which its layers skip.
+
 The same requests in the same order give the same bits with the same weights, threads and device.
 In other batches a sample sees the same random numbers, and log-probabilities that differ in the
 last float digits, since sums are taken in another order.
@@ -27,7 +30,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+)
 
 from refiner_core.contract.types import (
     Completion,
@@ -37,6 +45,7 @@ from refiner_core.contract.types import (
     TurnScheduler,
 )
 from refiner_core.generation.completions import (
+    LockstepTurns,
     check_layers,
     check_window,
     stop_ids,
@@ -44,6 +53,7 @@ from refiner_core.generation.completions import (
     with_stop_string,
 )
 from refiner_core.generation.sampling import (
+    MAX_SAMPLES_PER_ROW,
     PREFILL_TOKENS,
     SamplingRow,
     draw,
@@ -189,6 +199,48 @@ class _SharedPromptCache:
         self._mask = self._full_mask()
 
 
+class _RowCache:
+    """The model's own cache with one sample per row, and the mask of its prompts' padding.
+
+    Parameters
+    ----------
+    caches
+        Of some rows each, equally long.
+    seen_P_K
+        1 at the prompts' tokens, 0 at the padding on their left.
+    """
+
+    def __init__(self, caches: Sequence[Cache], seen_P_K: Tensor) -> None:
+        self.cache = _joined(caches)
+        self._seen_P_K = seen_P_K
+        self.prompt_lengths_P = seen_P_K.sum(-1)
+
+    def step(self) -> tuple[Cache, Tensor]:
+        """The cache and the mask [P, keys] for decoding one more token per sample."""
+        self._seen_P_K = torch.nn.functional.pad(self._seen_P_K, (0, 1), value=1)
+        return self.cache, self._seen_P_K
+
+    def keep(self, rows_P: Tensor, _: Tensor) -> None:
+        """Continue with some rows only."""
+        self.cache.reorder_cache(rows_P)
+        self._seen_P_K = self._seen_P_K[rows_P]
+        self.prompt_lengths_P = self.prompt_lengths_P[rows_P]
+
+
+def _joined(caches: Sequence[Cache]) -> Cache:
+    """Caches of some rows each as one cache of all rows."""
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        parts = [vars(layer) for layer in layers]
+        for name in ("keys", "values"):
+            if isinstance(parts[0].get(name), Tensor):
+                setattr(layers[0], name, torch.cat([part[name] for part in parts]))
+        for name in ("conv_states", "recurrent_states"):
+            for number, state in parts[0].get(name, {}).items():
+                if state is not None:
+                    parts[0][name][number] = torch.cat([part[name][number] for part in parts])
+    return caches[0]
+
+
 #: Finished samples are dropped once the batch then has at most this share of its places.
 SHRINK_TO = 0.75
 
@@ -203,7 +255,8 @@ class TransformersGenerator:
     Parameters
     ----------
     model
-        Any causal model of transformers whose layers attend to all earlier tokens.
+        Any causal model of transformers whose layers attend to all earlier tokens or have a
+        recurrent state.
     tokenizer
         The model's tokenizer: its end-of-text token, and text for stop strings.
     batch_size
@@ -249,15 +302,18 @@ class TransformersGenerator:
             return []
         self._check_lengths(requests, params)
         completions: dict[int, Completion] = {}
+        recurrent = _is_recurrent(self.model)
         with _ready(self.model):
             for batch in plan_batches(
                 requests,
                 self.batch_size,
                 max_new_tokens=params.max_new_tokens,
                 max_entries=max_cache_entries(self.model),
+                samples_per_row=1 if recurrent else MAX_SAMPLES_PER_ROW,
             ):
                 seeds = [requests[index].seed for row in batch for index in row.requests]
-                decoding = _Decoding(self, batch, seeds, params)
+                kind = _RowDecoding if recurrent else _Decoding
+                decoding = kind(self, batch, seeds, params)
                 for finished in decoding.steps():
                     completions.update(finished)
                     if on_completion is not None:
@@ -276,6 +332,9 @@ class TransformersGenerator:
         """
         from refiner_core.generation.turns import TurnDecoding
 
+        if _is_recurrent(self.model):
+            LockstepTurns(self, room=self.batch_size).turns(desk)
+            return
         with _ready(self.model):
             TurnDecoding(
                 *(self.model, self.tokenizer, desk, self.stop_ids),
@@ -288,6 +347,12 @@ class TransformersGenerator:
         window = getattr(config, "max_position_embeddings", None)
         longest = check_window(requests, params, window)
         check_layers(config, longest)
+
+
+def _is_recurrent(model: Any) -> bool:
+    """Whether a layer's cache is a recurrent state."""
+    layers = DynamicCache(config=model.config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 @contextmanager
@@ -354,7 +419,7 @@ class _Decoding:
             finish_reason="stop" if self.stopped_N[n] else "length",
         )
 
-    def _prefill(self) -> tuple[Tensor, _SharedPromptCache]:
+    def _prefill(self) -> tuple[Tensor, _SharedPromptCache | _RowCache]:
         """Next-token logits [P, V] and cache of all prompts, some rows at a time."""
         lengths = torch.tensor([len(row.prompt_ids) for row in self.batch], device=self.device)
         longest = int(lengths.max())
@@ -380,7 +445,7 @@ class _Decoding:
         shape = (self.grid_P_G.shape[1], self.params.max_new_tokens)
         return torch.cat(logits), _SharedPromptCache(pieces, lengths, *shape)
 
-    def _forward(self, cache: _SharedPromptCache, step: int) -> Tensor:
+    def _forward(self, cache: _SharedPromptCache | _RowCache, step: int) -> Tensor:
         """Run the newest token of every sample; logits [P, G, V] of the next."""
         newest = self.tokens_N_T[np.maximum(self.grid_P_G, 0), step]
         positions = cache.prompt_lengths_P[:, None].expand(newest.shape) + step
@@ -427,7 +492,7 @@ class _Decoding:
         tails = self.tokens_N_T[live, first : step + 1].tolist()
         return np.array(with_stop_string(self.tokenizer, tails, strings))
 
-    def _shrink(self, cache: _SharedPromptCache) -> None:
+    def _shrink(self, cache: _SharedPromptCache | _RowCache) -> None:
         """Drop finished samples if the batch becomes much smaller."""
         alive = self.grid_P_G >= 0
         rows = np.nonzero(alive.any(axis=1))[0]
@@ -440,3 +505,30 @@ class _Decoding:
         cache.keep(
             torch.from_numpy(rows).to(self.device), torch.from_numpy(columns).to(self.device)
         )
+
+
+class _RowDecoding(_Decoding):
+    """A batch with one sample per row, G = 1, for layers with a recurrent state."""
+
+    def _prefill(self) -> tuple[Tensor, _RowCache]:
+        """Next-token logits [P, V] and cache of all prompts, some rows at a time."""
+        longest = max(len(row.prompt_ids) for row in self.batch)
+        padded = torch.zeros((len(self.batch), longest), dtype=torch.int64)
+        seen = torch.zeros_like(padded)
+        for place, row in enumerate(self.batch):
+            padded[place, longest - len(row.prompt_ids) :] = torch.tensor(row.prompt_ids)
+            seen[place, longest - len(row.prompt_ids) :] = 1
+        seen = seen.to(self.device)
+        logits, caches = [], []
+        rows_at_once = max(1, PREFILL_TOKENS // longest)
+        for ids, mask in zip(padded.split(rows_at_once), seen.split(rows_at_once), strict=True):
+            out = self.model(
+                input_ids=ids.to(self.device),
+                attention_mask=mask,
+                position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            logits.append(out.logits[:, 0])
+            caches.append(out.past_key_values)
+        return torch.cat(logits), _RowCache(caches, seen)

@@ -10,19 +10,28 @@ import hashlib
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.fingerprint import derive_seed
 
 #: Candidate row lengths, as multiples of the longest unit.
 _ROW_FACTORS = (1, 1.25, 1.5, 2, 3, 4, 8)
+#: The balance of a model with recurrent layers: every sample needs a row of its own.
+OWN_ROW = 0.0
+#: Side of the blocks that FlexAttention computes or skips as a whole.
+FLEX_BLOCK = 128
+#: Assumed cost of a pair of positions in FlexAttention; 1 is a pair in FlashAttention.
+FLEX_PAIR = 1.3
+#: Queries whose dense masks exist at once while a block mask is made.
+_MASK_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -76,13 +85,13 @@ class Pack:
 class Batch:
     """``packs`` packs of ``tokens`` tokens, laid out as B rows of L positions; T targets.
 
-    ``attention_mask`` is None (positions separate the blocks) or boolean (B, 1, L, L), True where
-    a query may attend. ``source_T`` indexes the flattened positions.
+    ``segments_2BL`` has units and branches, for :func:`block_mask` or :func:`flex_mask`; None if no
+    prompt is shared: positions separate the blocks. ``source_T`` indexes the flattened positions.
     """
 
     input_ids_BL: torch.Tensor
     position_ids_BL: torch.Tensor
-    attention_mask: torch.Tensor | None
+    segments_2BL: torch.Tensor | None
     source_T: torch.Tensor
     target_T: torch.Tensor
     flat_T: torch.Tensor
@@ -140,12 +149,27 @@ def pack_samples(
     :func:`row_width`) is None for FlashAttention: packs are filled as far as possible. Dense
     attention also computes masked positions, and :func:`collate` splits a pack into rows. So
     a long row of responses is cut where a second copy of the prompt is cheaper, and a pack holds
-    units of similar length, which need little padding.
+    units of similar length, which need little padding. With :data:`OWN_ROW` the padding counts too.
     """
     units = list(_units(samples, pack_length, share_prompts, balance))
     lengths = [unit_length(unit) for unit in units]
-    bins = first_fit(lengths, pack_length, decreasing=True, max_open=None if balance is None else 1)
+    if balance == OWN_ROW:
+        bins = _padded_bins(lengths, pack_length)
+    else:
+        most = None if balance is None else 1
+        bins = first_fit(lengths, pack_length, decreasing=True, max_open=most)
     return [build_pack([units[i] for i in indices]) for indices in bins]
+
+
+def _padded_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of ``lengths`` in bins, the longest first: rows padded to the longest fit."""
+    bins: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= capacity:
+            bins[-1].append(i)
+        else:
+            bins.append([i])
+    return bins
 
 
 def build_pack(units: Sequence[Sequence[Sample]]) -> Pack:
@@ -160,29 +184,33 @@ def build_pack(units: Sequence[Sequence[Sample]]) -> Pack:
     return pack
 
 
-def collate(packs: Sequence[Pack], *, pad_id: int = 0, balance: float | None = None) -> Batch:
+def collate(
+    packs: Sequence[Pack], *, pad_id: int = 0, balance: float | None = None, flex: bool = False
+) -> Batch:
     """Tensors of several packs, in one row or several.
 
     The layout affects cost only. ``balance`` None puts everything in one row: FlashAttention skips
     masked blocks and separates blocks within one row only. With dense attention, whose cost grows
     with the square of a row, units go to several rows, padded on the right; ``balance`` is the row
-    length at which attention costs as much as everything else (see :func:`row_width`).
+    length at which attention costs as much as everything else (see :func:`row_width`). With
+    ``flex``, rows with shared prompts consist of whole blocks.
     """
     joined = _joined(packs)
     rows = [joined] if balance is None else _rows(joined, balance)
+    shared = any(row.shared for row in rows)
     width = max(len(row) for row in rows)
+    if flex and shared:
+        width = -(-width // FLEX_BLOCK) * FLEX_BLOCK
     padded = [_padded(row, width, pad_id) for row in rows]
     source = [i * width + s for i, row in enumerate(rows) for s in row.source_T]
-    mask = None
-    if any(row.shared for row in rows):
-        mask = block_mask(
-            torch.tensor([row.unit_L for row in padded]),
-            torch.tensor([row.branch_L for row in padded]),
-        )
+    segments = None
+    if shared:
+        rows_of = [[row.unit_L for row in padded], [row.branch_L for row in padded]]
+        segments = torch.tensor(rows_of)
     return Batch(
         input_ids_BL=torch.tensor([row.input_ids_L for row in padded]),
         position_ids_BL=torch.tensor([row.position_ids_L for row in padded]),
-        attention_mask=mask,
+        segments_2BL=segments,
         source_T=torch.tensor(source, dtype=torch.long),
         target_T=torch.tensor([t for row in rows for t in row.target_T], dtype=torch.long),
         flat_T=torch.tensor([f for row in rows for f in row.flat_T], dtype=torch.long),
@@ -205,16 +233,90 @@ def row_width(lengths: Sequence[int], balance: float) -> int:
 
 def row_cost(width: int, balance: float | None) -> float:
     """Cost of a row of ``width`` tokens, in tokens of a row without attention."""
-    return width if balance is None else width * (1 + width / balance)
+    return width * (1 + width / balance) if balance else width
 
 
-def block_mask(unit_BL: torch.Tensor, branch_BL: torch.Tensor) -> torch.Tensor:
+class AttentionWork(NamedTuple):
+    """Work of one layout of a batch: tokens through the matrices, and pairs of a query and a key
+    that it attends to."""
+
+    tokens: int
+    pairs: float
+
+
+def work_of(units: Iterable[tuple[int, Sequence[int]]]) -> AttentionWork:
+    """Work of units, each given by the length of its prompt and the lengths of its responses."""
+    tokens, pairs = 0, 0.0
+    for prompt, responses in units:
+        tokens += prompt + sum(responses)
+        pairs += prompt * prompt / 2 + sum(r * (prompt + r / 2) for r in responses)
+    return AttentionWork(tokens, pairs)
+
+
+def sharing_pays(samples: Sequence[Sample], pack_length: int, balance: float) -> bool:
+    """Whether shared prompts under FlexAttention cost less than plain packs under FlashAttention.
+
+    A function of the lengths alone, so that every rank and a resumed run choose the same. A token
+    costs 1, a pair in FlashAttention 1 / ``balance``, and a pair in FlexAttention
+    :data:`FLEX_PAIR` times as much; each token also has :data:`FLEX_BLOCK` masked pairs in
+    blocks that are computed in part.
+    """
+    shared = work_of(
+        (len(unit[0].prompt_ids), [len(sample.response_ids) for sample in unit])
+        for unit in _units(samples, pack_length, share_prompts=True, balance=None)
+    )
+    plain = work_of((len(s.prompt_ids), [len(s.response_ids)]) for s in samples)
+    flex_pairs = FLEX_PAIR * (shared.pairs + FLEX_BLOCK * shared.tokens)
+    return shared.tokens + flex_pairs / balance < plain.tokens + plain.pairs / balance
+
+
+def block_mask(segments_2BL: torch.Tensor) -> torch.Tensor:
     """Boolean (B, 1, L, L): a query sees what precedes it in its unit's prompt and own branch."""
-    same_unit = unit_BL[:, :, None] == unit_BL[:, None, :]
-    visible = (branch_BL[:, None, :] == 0) | (branch_BL[:, :, None] == branch_BL[:, None, :])
+    return _visible(segments_2BL, slice(None))[:, None]
+
+
+def _visible(segments_2BL: torch.Tensor, rows: slice) -> torch.Tensor:
+    """The same for some queries, boolean (B, Q, L)."""
+    unit_BL, branch_BL = segments_2BL
+    same_unit = unit_BL[:, rows, None] == unit_BL[:, None, :]
+    own = branch_BL[:, rows, None] == branch_BL[:, None, :]
+    places = torch.arange(unit_BL.shape[1], device=unit_BL.device)
+    causal = places[rows, None] >= places[None, :]
+    return same_unit & ((branch_BL[:, None, :] == 0) | own) & causal
+
+
+def flex_mask(segments_2BL: torch.Tensor) -> BlockMask:
+    """The mask of :func:`block_mask` for FlexAttention: which blocks of queries and keys are
+    skipped, computed in part, or computed whole. The length is a multiple of
+    :data:`FLEX_BLOCK`."""
+    unit_BL, branch_BL = segments_2BL
     length = unit_BL.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=unit_BL.device).tril()
-    return (same_unit & visible & causal)[:, None]
+    some, every = [], []
+    for first in range(0, length, _MASK_ROWS):
+        seen = _visible(segments_2BL, slice(first, first + _MASK_ROWS))
+        blocks = seen.unflatten(2, (-1, FLEX_BLOCK)).unflatten(1, (-1, FLEX_BLOCK))
+        some.append(blocks.any(-1).any(2))
+        every.append(blocks.all(-1).all(2))
+    some_BQK, every_BQK = torch.cat(some, 1), torch.cat(every, 1)
+
+    def visible(b: Any, _head: Any, query: Any, key: Any) -> Any:
+        same_unit = unit_BL[b, query] == unit_BL[b, key]
+        own = (branch_BL[b, key] == 0) | (branch_BL[b, query] == branch_BL[b, key])
+        return same_unit & own & (query >= key)
+
+    return BlockMask.from_kv_blocks(
+        *_listed(some_BQK & ~every_BQK),
+        *_listed(every_BQK),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )
+
+
+def _listed(chosen_BQK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of chosen blocks of keys (B, 1, Q), and the blocks, chosen ones first (B, 1, Q, K)."""
+    order = chosen_BQK.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen_BQK.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
 
 def to_device(batch: Batch, device: Any) -> Batch:
@@ -305,6 +407,8 @@ def _rows(pack: Pack, balance: float) -> list[Pack]:
     """The units of a pack, redistributed over rows of the best common length."""
     ends = [i for i in range(1, len(pack) + 1) if pack.unit_L[i : i + 1] != [pack.unit_L[i - 1]]]
     units = [_slice(pack, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if balance == OWN_ROW:
+        return units
     lengths = [len(unit) for unit in units]
     bins = first_fit(lengths, row_width(lengths, balance), decreasing=True)
     return [_joined([units[i] for i in indices]) for indices in bins]

@@ -35,6 +35,7 @@ from refiner_core.data.prepared import load_demonstrations
 from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import set_threads
 from refiner_core.training.batches import (
+    OWN_ROW,
     Batch,
     Pack,
     Sample,
@@ -135,7 +136,9 @@ class _SftRun:
         longest = max(len(row.input_ids) for row in rows)
         check_window(self.engine.model, longest)
         check_positions(self.engine.model.config, longest)
-        self.validation_packs = _validation_packs(data_dir / VALIDATION_FILE, sft)
+        self.validation_packs = _validation_packs(
+            data_dir / VALIDATION_FILE, sft, OWN_ROW if self.engine.balance == OWN_ROW else None
+        )
         self.validation = self._batches(self.validation_packs)
         self.checkpoints = CheckpointManager(
             *(self.io, self.engine, stage),
@@ -218,7 +221,11 @@ class _SftRun:
     def _step(self, index: int) -> dict[str, float]:
         """One optimiser step: mean loss over all loss tokens of all packs of all ranks."""
         epoch, planned = self.steps[index]
-        packs = [build_pack([[self.samples[i]] for i in indices]) for indices in planned]
+        if self.engine.balance == OWN_ROW:  # rows are padded: similar lengths belong together
+            samples = [self.samples[i] for indices in planned for i in indices]
+            packs = pack_samples(samples, self.sft.pack_length, balance=OWN_ROW)
+        else:
+            packs = [build_pack([[self.samples[i]] for i in indices]) for indices in planned]
         loss_tokens = sum(len(pack.target_T) for pack in packs)
         loss = 0.0
         for batch in self._batches(packs):
@@ -309,8 +316,8 @@ def _samples(rows: Sequence[DemonstrationRow]) -> list[Sample]:
     return [Sample((), row.input_ids, row.loss_mask) for row in rows]
 
 
-def _validation_packs(path: Path, sft: SftConfig) -> list[Pack]:
+def _validation_packs(path: Path, sft: SftConfig, balance: float | None) -> list[Pack]:
     if not path.exists():
         return []
-    packs = pack_samples(_samples(load_demonstrations(path)), sft.pack_length)
+    packs = pack_samples(_samples(load_demonstrations(path)), sft.pack_length, balance=balance)
     return [pack for pack in packs if pack.target_T]

@@ -23,6 +23,7 @@ from refiner_core.training.batches import (
     collate,
     packs_of_ranks,
     permutation,
+    sharing_pays,
     to_device,
 )
 from refiner_core.training.engines.protocol import Engine
@@ -102,16 +103,21 @@ def token_weights(
 
 
 class _StepBatches:
-    """This rank's batches of ``per_pass`` packs; ``packs`` counts all ranks'."""
+    """This rank's batches of ``per_pass`` packs; ``packs`` counts all ranks'. ``shares``: samples
+    share their prompt, always or by the estimate of :func:`sharing_pays`."""
 
     def __init__(
         self, engine: Engine, samples: Sequence[Sample], pack_length: int, per_pass: int
     ) -> None:
         self.engine = engine
+        self.flex = engine.flex_balance is not None
+        self.shares = engine.share_prompts and (
+            engine.flex_balance is None or sharing_pays(samples, pack_length, engine.flex_balance)
+        )
         every = packs_of_ranks(
             *(samples, engine.ranks.world),
             pack_length=pack_length,
-            share_prompts=engine.share_prompts,
+            share_prompts=self.shares,
             balance=engine.balance,
             multiple_of=per_pass,
         )
@@ -121,8 +127,9 @@ class _StepBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for packs in self._parts:
-            batch = collate(packs, pad_id=self.engine.pad_id, balance=self.engine.balance)
-            yield to_device(batch, self.engine.device)
+            engine = self.engine
+            batch = collate(packs, pad_id=engine.pad_id, balance=engine.balance, flex=self.flex)
+            yield to_device(batch, engine.device)
 
     def merged(self, flat_F: torch.Tensor) -> torch.Tensor:
         """Flat values that each rank has for its own targets, merged on all ranks."""
@@ -283,7 +290,8 @@ class GrpoUpdate:
             self.engine.step(factor)
             self.moved += 1
         finite = math.isfinite(loss) and math.isfinite(norm)
-        return {**found, "grad_norm": norm, "packs": batches.packs} if finite else {}
+        counts = {"packs": batches.packs, "shared_prompts": float(batches.shares)}
+        return {**found, "grad_norm": norm, **counts} if finite else {}
 
     def _metrics(self, steps: Sequence[dict[str, float]], samples: int) -> dict[str, float]:
         """Means over the tokens or the number of optimiser steps."""
@@ -291,7 +299,7 @@ class GrpoUpdate:
         tokens, packs = sums.pop("tokens", 0.0), sums.pop("packs", 0.0)
         out: dict[str, float] = {}
         for name, value in sums.items():
-            count = len(steps) if name.startswith(("loss/", "grad_norm")) else tokens
+            count = len(steps) if name.startswith(("loss/", "grad_norm", "shared")) else tokens
             if count:
                 out[name] = value / count
         return {**out, "optimizer_steps": self.moved, "packed_ratio": packs / samples}

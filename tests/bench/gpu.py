@@ -12,8 +12,9 @@ exits with 0. Lines, also written to `gpu-NAME-OF-THE-MACHINE.jsonl` in the fold
 
 MFU: model floating-point operations of the tokens that are trained on (6 x parameters per token and
 12 x layers x width x mean context for attention; a prompt once per sample, recomputation not
-counted) over seconds x :data:`PEAK_FLOPS` of the card. Sharing prompts saves work that this still
-counts, so ours also says its MFU over the positions that it computes (``mfu_computed``).
+counted) over seconds x the peak of the card (:data:`flows.durations.GPUS`). Sharing prompts saves
+work that this still counts, so ours also says its MFU over the positions that it computes
+(``mfu_computed``).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from typing import Any
 
 import torch
 
-from flows.certify.device import PEAK_FLOPS
 from flows.certify.work import SHAPES
+from flows.durations import GPUS, known_gpu
 from infra.store.provenance import host
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.sections.steering import Resources
@@ -107,7 +108,8 @@ def measure(shape: str, card: str) -> list[dict[str, Any]]:
         "step of TRL": whole["rival"],
     }
     flops = model_flops(config_of_model, weights, WORK)
-    peak = next((value for name, value in PEAK_FLOPS.items() if name in card), None)
+    known = known_gpu(card)
+    peak = GPUS[known].flops if known else None
     seconds = {key: median_of(runs, "wall_s") for key, runs in sides.items()}
     memory = {key: max(steps.gib for steps in runs) for key, runs in sides.items()}
     seconds["plain"] = plain_s

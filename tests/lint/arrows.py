@@ -62,7 +62,7 @@ LAYERS: Mapping[str, Sequence[str]] = {
     "flows": (
         *("former", "recipes", "protocols", "checking", "stages", "ranks", "worker", "evaluations"),
         *("artifacts", "running", "notifying", "stored", "tracking", "cards", "publishing"),
-        *("adopting", "disk", "plans", "doctor", "rescoring"),
+        *("adopting", "disk", "plans", "durations", "doctor", "rescoring"),
         *("judges", "sweeping", "run_filter", "run_table", "removing", "why"),
         *("diffing", "proving", "certify"),
         *(

@@ -83,8 +83,10 @@ class Noting(PlainEngine):
         return super().step(factor)
 
 
-def engine_over(model: Any, learning_rate: float, share_prompts: bool = True) -> Noting:
-    loaded = LoadedModel(model, tiny_tokenizer(), share_prompts, balance=50.0)
+def engine_over(
+    model: Any, learning_rate: float, share_prompts: bool = True, flex_balance: float | None = None
+) -> Noting:
+    loaded = LoadedModel(model, tiny_tokenizer(), share_prompts, 50.0, flex_balance)
     return Noting(loaded, ModelConfig(), learning_rate=learning_rate)
 
 
@@ -233,6 +235,22 @@ def test_each_mini_batch_is_the_oracles(aggregation, estimator, share_prompts):
     found = [metrics[name] for name in names]
     assert found == pytest.approx((sums / GROUPS).tolist(), rel=1e-3, abs=1e-5)
     assert metrics["optimizer_steps"] == GROUPS
+
+
+def test_an_update_is_the_same_whether_prompts_are_shared_or_not():
+    """The way is chosen per optimiser step from its lengths, and logged."""
+    updates = {}
+    grpo = replace(GRPO, num_epochs=1, num_mini_batches=GROUPS)
+    # a group is small for a block of FlexAttention, unless attention costs nothing
+    for balance, shared in ((1e9, 1.0), (50.0, 0.0)):
+        engine = engine_over(tiny_model(0), 0.0, flex_balance=balance)
+        metrics = GrpoUpdate(engine, tiny_model(1), grpo, 7).run(rollouts(), step=3, factor=1.0)
+        assert metrics.pop("shared_prompts") == shared
+        del metrics["packed_ratio"]
+        updates[shared] = metrics, engine.gradients
+    assert updates[1.0][0] == pytest.approx(updates[0.0][0], rel=1e-4, abs=1e-6)
+    for one, other in zip(updates[1.0][1], updates[0.0][1], strict=True):
+        assert exact_norm([a - b for a, b in zip(one, other, strict=True)]) < 1e-4 * exact_norm(one)
 
 
 def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

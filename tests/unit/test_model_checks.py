@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flows.api import make_recipe_plan
-from flows.checking.models import check_model_files, model_files
+from flows.checking.models import check_model_files, layer_notes, model_files
 from flows.sweeping.planning import make_sweep_plan
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -112,11 +112,6 @@ def in_pickles(folder: Path) -> None:
             r"model\.safetensors .* is cut short: it has 427,\d+ bytes",
         ),
         (config(max_position_embeddings=300), {}, r"has 300 tokens, and data\..* is 304"),
-        (
-            config(layer_types=["linear_attention"] * 3 + ["full_attention"]),
-            {},
-            r"layers of kind linear_attention.*runs on from one packed sequence",
-        ),
         (config(final_logit_softcapping=30.0), {}, r"final_logit_softcapping \(30\.0\)"),
         (config(logits_scaling=8.0), {}, r"scale of logits \(8\.0\)"),
     ],
@@ -140,6 +135,7 @@ def test_wrong_models(tmp_path: Path, edit: Edit | None, fields: dict[str, Any],
             {},
         ),
         (config(logits_scaling=1.0), {}),
+        (config(layer_types=["linear_attention"] * 3 + ["full_attention"]), {}),
         (tokenizer(chat_template=...), {"model__chat_template": "{{ messages }}"}),
         (tokenizer(eos_token={"content": "<|im_end|>"}), {}),
         (tokenizer(chat_template=[{"name": "default", "template": "x"}]), {}),
@@ -153,6 +149,15 @@ def test_fitting_models_pass(tmp_path: Path, edit: Edit | None, fields: dict[str
     if edit is not None:
         edit(folder)
     check_model_files(recipe(folder, **fields))
+
+
+def test_a_plan_notes_what_recurrent_layers_cost(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "model")
+    assert not layer_notes(recipe(folder))
+    config(layer_types=["linear_attention"] * 3 + ["full_attention"])(folder)
+    (note,) = layer_notes(recipe(folder))
+    assert "(linear_attention)" in note
+    assert "row of its own" in note
 
 
 def test_embeddings_of_the_model_must_hold_all_tokens(tmp_path: Path) -> None:

@@ -6,10 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.training.batches import Sample, collate, first_fit, pack_samples, to_device
+from refiner_core.training.batches import (
+    Sample,
+    collate,
+    first_fit,
+    pack_samples,
+    sharing_pays,
+    to_device,
+    work_of,
+)
+from refiner_core.training.model import loading
 from refiner_core.training.model.logprobs import token_scores
 from tests.support.tiny_training import VOCABULARY, tiny_model
 
@@ -158,6 +168,59 @@ def test_isolation_holds_with_flash_attention():
     for pack_length in (13, 64):
         packed = flat_logprobs(model, samples, pack_length=pack_length)
         torch.testing.assert_close(packed, expected, atol=0.15, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "shared"),
+    [(1600, 500, 179_200), (4000, 500, 256_000), (6000, 800, 396_800)],
+)
+def test_long_prompts_of_groups_are_shared_beside_flash_attention(prompt, response, shared):
+    """Groups of 8 of a 4B model, whose matrices cost as much as 12k tokens of attention."""
+    samples = random_samples([(prompt, [response] * 8)] * 2)
+    assert work_of([(prompt, [response] * 8)] * 32).tokens == shared
+    assert sharing_pays(samples, 20_480, 12_000.0)
+
+
+@pytest.mark.parametrize("shape", [[(1600, [500])] * 4, [(8, [2000] * 8)], [(0, [50] * 4)]])
+def test_nothing_is_shared_where_plain_packs_are_cheaper(shape):
+    assert not sharing_pays(random_samples(shape), 20_480, 12_000.0)
+
+
+@pytest.mark.slow
+def test_flex_attention_sees_what_the_dense_mask_shows():
+    """Forward only: FlexAttention has no backward pass on a CPU."""
+    samples = random_samples([(100, [60, 90, 10]), (300, [200, 40]), (1, [5])])
+    model = tiny_model()
+    packs = pack_samples(samples, 900, share_prompts=True)
+    batch = collate(packs, flex=True)
+    assert batch.input_ids_BL.shape[1] % 128 == 0
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        expected = token_scores(model, batch).logprob_T
+        AttentionInterface.register(loading.FLASH, loading.flash_or_flex)
+        model.config._attn_implementation = loading.FLASH
+        found = token_scores(model, batch).logprob_T
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and is_flash_attn_2_available()),
+    reason="no CUDA device with flash-attn",
+)
+def test_shared_prompts_train_as_plain_packs_do_beside_flash_attention():
+    samples = random_samples([(300, [60, 90, 10, 200]), (40, [100] * 4)])
+    model = tiny_model(head_dim=64).to("cuda", torch.bfloat16)
+    model.set_attn_implementation("flash_attention_2")
+    assert loading.flex_works(loading.LoadedModel(model, None, False, None))
+    found = []
+    for share in (False, True):
+        model.zero_grad()
+        packs = pack_samples(samples, 1200, share_prompts=share)
+        for pack in packs:
+            batch = to_device(collate([pack], flex=True), "cuda")
+            token_scores(model, batch).logprob_T.mean().backward()
+        found.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
+    assert (found[0] - found[1]).norm() < 0.05 * found[0].norm()
 
 
 def test_a_prompt_is_shared_only_as_widely_as_attention_is_cheap():

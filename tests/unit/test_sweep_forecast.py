@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from flows.running.calls import make_recipe_plan
-from flows.sweeping.forecasting import forecast_json, forecast_lines
+from flows.sweeping.forecasting import assumed_cost, forecast_json, forecast_lines
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
@@ -167,6 +169,19 @@ def test_a_sweep_that_passes_its_limit_is_refused_with_what_fits(plan: SweepPlan
     # What an earlier version has used counts.
     (more,) = passed_limits(forecast, Limits(gpu_hours=45), {"gpu_hours": 10})
     assert more.what_fits == "the first 3 of 4 trials"
+
+
+def test_a_plans_assumptions_stand_in_for_measurements_but_refuse_nothing(plan: SweepPlan) -> None:
+    assume = partial(assumed_cost, Workspace.read_only("nowhere"))
+    forecast = forecast_sweep(plan, History(), set(), assume=assume)
+    found = _of(forecast, "grpo", "a/seed1")
+    assert found.seconds > 0
+    assert found.basis.startswith("assumed: H100")
+    assert _of(forecast, "sft", "a/seed1").seconds is None  # on a CPU
+    assert not list(passed_limits(forecast, Limits(gpu_hours=1e-9)))
+    measured = _measured(plan.trials[0].plan.by_name["grpo"], plan.trials[0].plan, unit_s=3.0)
+    known = _of(forecast_sweep(plan, History((measured,)), set(), assume=assume), "grpo", "a/seed1")
+    assert known.basis == "measured: 1 stage like it"
 
 
 def test_the_wall_clock_knows_the_longest_chain_and_how_many_run_at_a_time(plan: SweepPlan) -> None:

@@ -127,8 +127,8 @@ class Engine(ABC):
     """A model in training. All ranks call every method together, unless stated otherwise.
 
     ``model`` is the transformers model, whose weights are available only inside :meth:`whole`;
-    batches must be on ``device``; ``share_prompts`` and ``balance`` are arguments of
-    :mod:`refiner_core.training.batches`; ``pad_id`` is the padding token.
+    batches must be on ``device``; ``share_prompts``, ``balance`` and ``flex_balance`` are those of
+    the loaded model; ``pad_id`` is the padding token.
     """
 
     #: Name of the engine: `plain`, `zero3`.
@@ -139,7 +139,10 @@ class Engine(ABC):
     ) -> None:
         self.model, self.tokenizer, self.device = loaded.model, loaded.tokenizer, device
         self.share_prompts, self.balance = loaded.share_prompts, loaded.balance
+        self.flex_balance = loaded.flex_balance
         self.pad_id, self.ranks = loaded.pad_id, ranks
+        if ranks.world > 1 and ranks.add([self.share_prompts]) != [ranks.world]:
+            self.share_prompts = False  # FlexAttention cannot be used on another rank
         self._config = config
         self._copies: dict[str, torch.Tensor] = {}
 

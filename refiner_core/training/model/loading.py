@@ -4,23 +4,28 @@ In: a folder or Hub name and the ``model`` section. Out: a live model and tokeni
 an exported folder for ``from_pretrained``.
 
 Loading verifies training's assumptions on the model itself: packed sequences do not attend to each
-other, and a logit is exactly output head times last hidden state. A model that violates them
-(linear attention, soft-capped logits) is refused instead of trained wrongly.
+other, and a logit is exactly output head times last hidden state. A model with recurrent layers
+gets one sample per row; one with soft-capped logits is refused instead of trained wrongly.
 """
 
 from __future__ import annotations
 
+import logging
 import resource
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
 
 from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import (
@@ -31,8 +36,18 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.generation.load import load_model as load_bare_model
 from refiner_core.generation.load import load_tokenizer
-from refiner_core.training.batches import Sample, build_pack, collate, to_device
+from refiner_core.training.batches import (
+    OWN_ROW,
+    Batch,
+    Pack,
+    Sample,
+    build_pack,
+    collate,
+    to_device,
+)
 from refiner_core.training.model.logprobs import hidden_states
+
+log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 
@@ -115,7 +130,12 @@ def read_pickled(path: Path) -> Any:
 
 
 _LEAK_TOLERANCE = 1e-3
+_NO = (False,) * 5
 _HEAD_TOLERANCE = 1e-2
+_KERNEL_TOLERANCE = 3e-2  # two kernels in bfloat16
+FLASH = "flash_attention_2"
+#: Kernels that skip masked blocks.
+_SKIPPING = (FLASH, "flex_attention")
 _GIB = 2**30
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of `ru_maxrss` in bytes
 
@@ -124,13 +144,16 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of `ru_maxrss` in by
 class LoadedModel:
     """A model ready to train, its tokenizer, and the layout of its packs.
 
-    ``share_prompts`` and ``balance`` are arguments of :mod:`refiner_core.training.batches`.
+    ``share_prompts`` and ``balance`` are arguments of :mod:`refiner_core.training.batches`. With a
+    ``flex_balance`` prompts are shared by FlexAttention, in batches where that costs less than
+    plain packs (:func:`~refiner_core.training.batches.sharing_pays`).
     """
 
     model: Any
     tokenizer: Any
     share_prompts: bool
     balance: float | None
+    flex_balance: float | None = None
 
     @property
     def device(self) -> Any:
@@ -153,18 +176,32 @@ def load_for_training(
     of saved weights that change when they are gathered and freed.
     """
     model = load_model(model_ref, config, device)
-    loaded = LoadedModel(
-        model=model,
-        tokenizer=load_tokenizer(model_ref, config),
-        share_prompts=_can_share_prompts(model),
-        balance=_attention_balance(model),
-    )
+    loaded = _laid_out(model, load_tokenizer(model_ref, config))
     check_model(loaded)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable(
             activation_checkpointing_kwargs={"use_reentrant": reentrant}
         )
         model.train()  # transformers recomputes in train mode only; dropout is off
+    return loaded
+
+
+def _laid_out(model: Any, tokenizer: Any) -> LoadedModel:
+    """The model with the layout of its packs."""
+    kernel = model.config.get_text_config()._attn_implementation
+    loaded = LoadedModel(model, tokenizer, share_prompts=False, balance=None)
+    if leaks(loaded):
+        log.warning(
+            "%s carries a state along a row: each sample has a row of its own, which costs "
+            "padding, and prompts are not shared",
+            type(model).__name__,
+        )
+        return replace(loaded, balance=OWN_ROW)
+    full = _attends_fully(model)
+    if kernel not in _SKIPPING:
+        return replace(loaded, share_prompts=full, balance=_attention_balance(model))
+    if full and kernel == FLASH and flex_works(loaded):
+        return replace(loaded, share_prompts=True, flex_balance=_attention_balance(model))
     return loaded
 
 
@@ -215,34 +252,47 @@ def check_model(loaded: LoadedModel) -> None:
     """Refuse a model whose packed sequences attend to each other, or whose logits need more than
     the head's weight (a bias, a cap).
 
-    Two packs differ only in their first sequence; with isolated blocks the second one's hidden
-    states cannot differ.
-
     Raises
     ------
     UnsupportedError
         Either condition fails.
     """
     model, device = loaded.model, loaded.device
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    second = Sample((), tuple(i % vocabulary for i in range(3, 9)), (True,) * 6)
-    hidden = []
+    if leaks(loaded):
+        raise _cannot_train(model, "packed sequences see each other", "block-isolated attention")
     with torch.no_grad():
-        for token in (1, 2):
-            first = Sample((), (token % vocabulary,) * 5, (False,) * 5)
-            batch = to_device(collate([build_pack([[first], [second]])]), device)
-            hidden.append(hidden_states(model, batch).float())
-        alone = torch.tensor([second.response_ids], device=device)
+        alone = torch.tensor([_probe(model).response_ids], device=device)
         logits = model(input_ids=alone, use_cache=False).logits[0, :-1].float()
         last = model.base_model(input_ids=alone, use_cache=False).last_hidden_state[0, :-1]
         head = model.get_output_embeddings()
         by_hand = (last @ head.weight.mT).float()
-    if (hidden[0] - hidden[1]).norm() > _LEAK_TOLERANCE * hidden[0].norm():
-        raise _cannot_train(model, "packed sequences see each other", "block-isolated attention")
     if (logits - by_hand).norm() > _HEAD_TOLERANCE * logits.norm():
         raise _cannot_train(
             model, "logits are more than head x hidden state", "a plain output head"
         )
+
+
+def leaks(loaded: LoadedModel) -> bool:
+    """Whether a sequence sees the one before it: in the same row, unless each has its own.
+
+    Two packs differ only in their first sequence; with isolated blocks the second one's hidden
+    states cannot differ.
+    """
+    model, second = loaded.model, _probe(loaded.model)
+    one_row = replace(loaded, balance=OWN_ROW if loaded.balance == OWN_ROW else None)
+    hidden = []
+    with torch.no_grad():
+        for token in (1, 2):
+            first = Sample((), (token % int(model.config.get_text_config().vocab_size),) * 5, _NO)
+            batch = _placed(build_pack([[first], [second]]), one_row)
+            hidden.append(hidden_states(model, batch).float())
+    return bool((hidden[0] - hidden[1]).norm() > _LEAK_TOLERANCE * hidden[0].norm())
+
+
+def _probe(model: Any) -> Sample:
+    """A short sequence that every model has words for."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    return Sample((), tuple(i % vocabulary for i in range(3, 9)), (True,) * 6)
 
 
 def export(
@@ -263,25 +313,59 @@ def export(
     part.rename(folder)
 
 
-def _can_share_prompts(model: Any) -> bool:
+def _attends_fully(model: Any) -> bool:
     """Whether all layers use full attention: a custom mask reaches every layer alike."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     full = all(kind == "full_attention" for kind in kinds)
     windowed = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
-    return full and not windowed and config._attn_implementation in ("sdpa", "eager")
+    return full and not windowed
 
 
-def _attention_balance(model: Any) -> float | None:
-    """The row length at which dense attention costs as much as a layer's matrices; None for kernels
-    that skip masked blocks.
+def flash_or_flex(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    """Attention of a FlashAttention model: FlexAttention where the mask has blocks. A forward pass
+    that is recomputed has the same mask, and so the same kernel."""
+    kernel = flex_attention_forward if isinstance(mask, BlockMask) else flash_attention_forward
+    return kernel(module, query, key, value, mask, **options)
+
+
+def flex_works(loaded: LoadedModel) -> bool:
+    """Whether FlexAttention runs here, forward and backward, and agrees with the model's own kernel
+    on a shared prompt; a warning says why not."""
+    AttentionInterface.register(FLASH, flash_or_flex)
+    model = loaded.model
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    prompt = tuple(i % vocabulary for i in range(3, 150))
+    samples = [Sample(prompt, tuple(ids[:70]), (True,) * 70) for ids in (prompt, prompt[7:])]
+    try:
+        flex = hidden_states(model, _placed(build_pack([samples]), loaded, flex=True))
+        flex.float().sum().backward()
+        plain = _placed(build_pack([[sample] for sample in samples]), loaded)
+        with torch.no_grad():
+            gap = (flex - hidden_states(model, plain)).float().norm() / flex.float().norm()
+        if gap <= _KERNEL_TOLERANCE:
+            return True
+        why = f"it differs from {FLASH} by {float(gap):.2g}"
+    except Exception as error:  # a compiler's: of any kind
+        why = next(iter(f"{type(error).__name__}: {error}".splitlines()))
+    finally:
+        model.zero_grad()
+    log.warning("Prompts are not shared: FlexAttention cannot be used here (%s)", why)
+    return False
+
+
+def _placed(pack: Pack, loaded: LoadedModel, *, flex: bool = False) -> Batch:
+    """One pack as a batch on the model's device."""
+    return to_device(collate([pack], balance=loaded.balance, flex=flex), loaded.device)
+
+
+def _attention_balance(model: Any) -> float:
+    """The row length at which dense attention costs as much as a layer's matrices.
 
     Forward floating-point operations per token and layer: 2 x parameters for the matrices,
     4 x length x attention width for attention.
     """
     config = model.config.get_text_config()
-    if config._attn_implementation in ("flash_attention_2", "flex_attention"):
-        return None
     layers = config.num_hidden_layers
     embeddings = sum(p.numel() for p in {*_embeddings(model)})
     per_layer = (sum(p.numel() for p in model.parameters()) - embeddings) / layers

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from refiner_core.training.batches import Batch
+from refiner_core.training.batches import Batch, block_mask, flex_mask
 
 #: Whether entropies are computed, and whether a gradient flows through them.
 Entropy = Literal["off", "metric", "loss"]
@@ -79,7 +79,7 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
     output = model.base_model(
         input_ids=batch.input_ids_BL,
         position_ids=batch.position_ids_BL,
-        attention_mask=_mask_for(model, batch.attention_mask),
+        attention_mask=_mask_for(model, batch),
         use_cache=False,  # with a cache the blocks of a pack leak into each other
     )
     hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1)[batch.source_T]
@@ -98,9 +98,16 @@ def head_scores(
     return TokenScores(*_LinearLogprob.apply(hidden_TD, weight_VD, target_T, temperature, entropy))
 
 
-def _mask_for(model: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask: sdpa takes booleans; eager attention adds it to the scores."""
-    if mask is None or model.config._attn_implementation == "sdpa":
+def _mask_for(model: Any, batch: Batch) -> Any:
+    """The mask of shared prompts: sdpa takes booleans; eager attention adds it to the scores;
+    FlexAttention takes blocks."""
+    kernel = model.config._attn_implementation
+    if batch.segments_2BL is None:
+        return None
+    if kernel not in ("sdpa", "eager"):
+        return flex_mask(batch.segments_2BL)
+    mask = block_mask(batch.segments_2BL)
+    if kernel == "sdpa":
         return mask
     lowest = torch.finfo(model.dtype).min
     return torch.where(mask, 0.0, lowest).to(model.dtype)
