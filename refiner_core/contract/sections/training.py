@@ -253,9 +253,9 @@ class GrpoConfig:
     )
     clip_lower: float = identity(0.2, ge=0, doc="ratio is clipped below at 1 - clip_lower")
     clip_higher: float = identity(0.2, ge=0, doc="ratio is clipped above at 1 + clip_higher")
-    loss_aggregation: Literal["token", "sequence", "constant"] = identity(
+    loss_aggregation: Literal["token", "sequence", "pack", "constant"] = identity(
         "token",
-        doc="mean over all tokens of the step, per sample then mean, or a constant denominator",
+        doc="mean over all tokens of a step, per sample or per pack then mean, or over a constant",
     )
     advantage_normalization_type: Literal["standard", "centered", "sample_std"] = identity(
         "standard", doc="group mean and population std; mean only; mean and sample std"
