@@ -114,7 +114,7 @@ def token_weights(
 
 
 def packs_in_order(lengths: Sequence[int], pack_length: int) -> list[int]:
-    """The number of each sample's pack, where samples fill packs in their order and are never split.
+    """The number of each sample's pack, if samples fill packs in order and are never split.
 
     These are the packs of the reference trainer, with the prompt in every sample. The packs that
     run may differ (shared prompts, several ranks) without effect on the loss.

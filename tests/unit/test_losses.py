@@ -11,8 +11,8 @@ from refiner_core.training.rollouts.rollout import group_advantages
 from refiner_core.training.updates import (
     importance_weights,
     kl_estimates,
-    policy_terms,
     packs_in_order,
+    policy_terms,
     token_weights,
 )
 
