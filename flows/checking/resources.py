@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from flows.checking.judges import judge_notes
-from flows.checking.models import model_files
+from flows.checking.models import model_files, position_notes
 from infra.disk.forecast import ModelSize, model_size
 from infra.disk.manager import gib
 from infra.store.workspace import Workspace
@@ -56,7 +56,7 @@ def memory_json(plan: Plan) -> list[dict[str, Any]]:
 def planning_notes(plan: Plan) -> list[str]:
     """Notes on how a plan trains; they refuse nothing."""
     config = plan.config
-    notes = training_notes(config) + judge_notes(config)
+    notes = training_notes(config) + judge_notes(config) + position_notes(config)
     if config.environment.name:
         from refiner_core.environments.registry import environment_notes
 

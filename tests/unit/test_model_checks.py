@@ -12,7 +12,7 @@ import pytest
 
 from flows.api import make_recipe_plan
 from flows.checking.judges import judge_notes
-from flows.checking.models import check_model_files, model_files
+from flows.checking.models import check_model_files, model_files, position_notes
 from flows.sweeping.planning import make_sweep_plan
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -245,3 +245,27 @@ def test_a_judge_that_reasons_by_default_is_noted_by_its_template_or_name(
 @pytest.mark.parametrize("name", ["refiner-gpt54", "refiner-instance-only", "refiner-answer-only"])
 def test_the_judge_of_the_large_recipes_does_not_reason(name: str) -> None:
     assert judge_notes(load_recipe(name)) == []
+
+
+@pytest.mark.parametrize(
+    ("rope", "noted"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+            True,
+        ),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 64}, True),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 9000},
+            False,
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, False),
+    ],
+)
+def test_positions_that_depend_on_the_batch_are_noted_before_the_queue(
+    tmp_path: Path, rope: dict[str, Any], noted: bool
+) -> None:
+    folder = copied(tmp_path / "model")
+    edited(folder, "config.json", rope_parameters=..., rope_scaling=...)
+    edited(folder, "config.json", **rope)
+    assert bool(position_notes(recipe(folder))) == noted
