@@ -247,19 +247,16 @@ def test_the_judge_of_the_large_recipes_does_not_reason(name: str) -> None:
     assert judge_notes(load_recipe(name)) == []
 
 
+FIRST = "original_max_position_embeddings"
+
+
 @pytest.mark.parametrize(
     ("rope", "noted"),
     [
-        (
-            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
-            True,
-        ),
-        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 64}, True),
-        (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 9000},
-            False,
-        ),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, False),
+        ({"rope_parameters": {"rope_type": "longrope"}, FIRST: 64}, True),
+        ({"rope_scaling": {"type": "su", FIRST: 64}}, True),
+        ({"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": 9000}, False),
+        ({"rope_parameters": {"rope_type": "yarn"}, FIRST: 64}, False),
     ],
 )
 def test_positions_that_depend_on_the_batch_are_noted_before_the_queue(
