@@ -336,6 +336,6 @@ def position_notes(config: RecipeConfig) -> list[str]:
     return [
         f"The positions of {config.model.name_or_path} ({kind}) depend on the longest sample of a "
         f"batch beyond {window} tokens, and samples may have {most}: longer ones are refused when "
-        f"training starts. Keep {' and '.join(sorted(stages))} within {window} tokens (pack_length, "
-        "max_token_length, data.max_prompt_token_length)."
+        f"training starts. Keep {' and '.join(sorted(stages))} within {window} tokens "
+        "(pack_length, max_token_length, data.max_prompt_token_length)."
     ]
