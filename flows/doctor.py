@@ -41,6 +41,7 @@ from refiner_core.contract.errors import ConfigurationError, RefinerError, no_su
 from refiner_core.contract.loading import apply_overrides, load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.services import asks_judge, serves
+from refiner_core.contract.types import THINKING_OFF, WITHOUT_REASONING
 
 #: Maximum wait for a job to appear, seconds; see ``--job``.
 JOB_WAIT_S = 120.0
@@ -272,7 +273,12 @@ def _answer(info: SystemInfo, judge: JudgeConfig) -> CheckResult:
     except RefinerError as error:
         return found(doubtful(info.recipe), error.what, fix, error.fix)
     what = f"{asked.judge} answered in {asked.seconds:.2f} s; schema {asked.schema}"
-    if asked.judgement.status == "scored":
+    scored = asked.judgement.status == "scored"
+    if asked.reasoning:
+        state = "warning" if scored else doubtful(info.recipe)
+        what = f"{what}; {asked.reasoning}"
+        return found(state, what, info.again(THINKING_OFF), WITHOUT_REASONING)
+    if scored:
         return fine(what)
     return found(
         doubtful(info.recipe),

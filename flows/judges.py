@@ -216,10 +216,19 @@ class _JudgeReply(NamedTuple):
     usage: JudgeUsage | None
     schema: str
 
+    @property
+    def reasoning(self) -> str:
+        """What the judge's reasoning costs, with or without a score; empty without reasoning."""
+        if self.usage is None or not (self.usage.reasoned or "reasoning" in self.usage.unusable):
+            return ""
+        each = self.usage.completion_tokens // max(self.usage.calls, 1)
+        said = "before its score" if self.judgement.status == "scored" else "without a score"
+        return f"the judge reasons {said}: {each} tokens a call"
+
     def to_json(self) -> dict[str, Any]:
         """JSON-ready."""
         usage = None if self.usage is None else usage_to_json(self.usage)
-        said = picked(self, "judge", "request", "seconds", "schema")
+        said = picked(self, "judge", "request", "seconds", "schema", "reasoning")
         return {"version": 1, **asdict(self.judgement), **said, "usage": usage}
 
 

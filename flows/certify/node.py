@@ -28,12 +28,14 @@ from infra.store import atomic
 from infra.store.provenance import host, new_scratch, versions, write_certificate
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
-from refiner_core.contract.errors import ConfigurationError, StageFailed
+from refiner_core.contract.errors import ConfigurationError, RefinerError, StageFailed
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.loading import apply_overrides, load_recipe
 from refiner_core.contract.placement import training_memory
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
 from refiner_core.contract.records import to_json
+from refiner_core.contract.services import asks_judge, serves
+from refiner_core.contract.types import WITHOUT_REASONING
 
 #: Part -> module and function of its checks; imported in its process, as torch takes seconds.
 _MADE_BY = {
@@ -43,7 +45,9 @@ _MADE_BY = {
     "servers": ("processes", "server_checks"),
     "faults": ("processes", "fault_checks"),
 }
-PARTS = tuple(_MADE_BY)
+#: The judge is asked by this process: it needs no torch.
+_JUDGE = "judge"
+PARTS = (*_MADE_BY, _JUDGE)
 #: File of a part's order, and the prefix of its output lines with checks.
 _ORDER, _MADE = "order.json", "certified-check "
 #: Share of a GPU's memory that a forecast may fill.
@@ -127,7 +131,7 @@ def certify_node(
     ----------
     recipe, overrides
         As for :func:`flows.api.run_recipe`; without a recipe, overrides of the defaults. Workspace,
-        type of weights and ``grpo.rollout_server`` are used.
+        type of weights, ``grpo.rollout_server`` and ``judge`` are used.
     model
         Shape for the speed tests: ``tiny``, ``0.6B``, ``1.7B``, ``4B``; None is the largest that
         fits.
@@ -173,7 +177,10 @@ def certify_node(
 
     try:
         for name in (part for part in PARTS if part in (only or PARTS)):
-            run_part(name, order, scratch / name, deadline, made)
+            if name != _JUDGE:
+                run_part(name, order, scratch / name, deadline, made)
+            elif (one := judge_check(config, workspace)) is not None:
+                made(one)
     finally:
         _kill_workers(scratch)
         atomic.remove_tree(scratch)
@@ -203,6 +210,28 @@ def certificate_json(certificate: Certificate) -> dict[str, Any]:
         Raises nothing.
     """
     return {**to_json(certificate), "passed": certificate.passed}
+
+
+def judge_check(config: RecipeConfig, workspace: Workspace) -> CertifiedCheck | None:
+    """A question of each kind to the recipe's judge; None without a judge that has a server."""
+    from flows.judges import ask_each, examples
+
+    judge = config.judge
+    if judge.kind != "openai" or not asks_judge(config):
+        return None
+    name = f"judge {judge.model}"
+    try:
+        asked = ask_each(workspace, judge, examples())
+    except ConfigurationError as error:  # refiner starts its server with a run
+        return absent(name, error.what) if serves(judge) else check(name, False, str(error))
+    except RefinerError as error:
+        return check(name, False, str(error))
+    if asked.reasoning:
+        return check(name, False, f"{asked.reasoning}; {WITHOUT_REASONING}")
+    why = f"{asked.request.kind}: {asked.judgement.detail}"
+    if asked.judgement.status == "scored":
+        why = f"a score of each kind of question, the first in {asked.seconds:.2g} s"
+    return check(name, asked.judgement.status == "scored", why, seconds=asked.seconds)
 
 
 def run_part(

@@ -305,3 +305,42 @@ def _check_head(config: RecipeConfig, model: ModelFiles) -> None:
             expected="a plain output head",
             fix="set model.name_or_path to such a model (Qwen3, Llama, Mistral …)",
         )
+
+
+# ---------------------------------------------------------------- notes
+
+#: Kinds of rotary positions that follow the longest sequence of a batch beyond a first window;
+#: ``su`` is the former name of ``longrope``.
+_BY_LONGEST = ("dynamic", "longrope", "su")
+
+
+def position_notes(config: RecipeConfig) -> list[str]:
+    """A note if samples may be longer than positions that are independent of the batch: such a
+    training is refused when its rows are read (``check_positions``), which is after the queue."""
+    stages = {*(config.only or config.stages)} & _TRAINERS
+    model = model_files(config.model.name_or_path, config.model.revision) if stages else None
+    if model is None:
+        return []
+    text = model.text_config
+    ropes = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = ropes.get("rope_type") or ropes.get("type")
+    if kind not in _BY_LONGEST:
+        return []
+    window = text.get("max_position_embeddings")
+    if kind != "dynamic":
+        name = "original_max_position_embeddings"
+        window = ropes.get(name) or text.get(name) or window
+    grpo = config.grpo
+    prompt = config.data.max_prompt_token_length
+    answered = min(prompt + grpo.response_length, grpo.max_token_length)
+    longest = {"sft": config.sft.pack_length, "rft": config.rft.pack_length}
+    longest["grpo"] = grpo.max_token_length if config.environment.name else answered
+    most = max(longest[stage] for stage in stages)
+    if not isinstance(window, int) or most <= window:
+        return []
+    return [
+        f"The positions of {config.model.name_or_path} ({kind}) depend on the longest sample of a "
+        f"batch beyond {window} tokens, and samples may have {most}: longer ones are refused when "
+        f"training starts. Keep {' and '.join(sorted(stages))} within {window} tokens "
+        "(pack_length, max_token_length, data.max_prompt_token_length)."
+    ]

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from flows.checking.models import layer_notes, model_files
+from flows.checking.judges import judge_notes
+from flows.checking.models import layer_notes, model_files, position_notes
 from infra.disk.forecast import ModelSize, model_size
 from infra.disk.manager import gib
 from infra.store.workspace import Workspace
@@ -55,7 +56,10 @@ def memory_json(plan: Plan) -> list[dict[str, Any]]:
 def planning_notes(plan: Plan) -> list[str]:
     """Notes on how a plan trains; they refuse nothing."""
     config = plan.config
-    notes = [*training_notes(config), *layer_notes(config)]
+    notes = [
+        *(*training_notes(config), *layer_notes(config)),
+        *(*judge_notes(config), *position_notes(config)),
+    ]
     if config.environment.name:
         from refiner_core.environments.registry import environment_notes
 

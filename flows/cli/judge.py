@@ -132,6 +132,8 @@ def ask_command(words: tuple[str, ...], as_json: bool, **question: Any) -> int:
 
 
 def _answer_lines(asked: Any) -> Iterator[str]:
+    from refiner_core.contract.types import WITHOUT_REASONING
+
     judgement = asked.judgement
     if judgement.score is None:
         yield f"no score     {asked.request.kind}: {judgement.detail}"
@@ -145,6 +147,9 @@ def _answer_lines(asked: Any) -> Iterator[str]:
         yield f"schema       {asked.schema}"
         if used.retries:
             yield f"tries        {used.calls}"
+        if asked.reasoning:
+            yield f"reasoning    {asked.reasoning}"
+            yield f"To fix it: {WITHOUT_REASONING}"
 
 
 _HEADER = ("server", "state", "model", "where", "needed by", "idle", "message")

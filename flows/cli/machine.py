@@ -136,7 +136,8 @@ _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
     "--only",
     multiple=True,
     metavar="PART",
-    help="only this part (repeatable; without a record): numerics, ranks, speed, servers, faults",
+    help="only this part (repeatable; without a record): numerics, ranks, speed, servers, faults, "
+    "judge",
 )
 @click.option(
     "--time-limit",
@@ -158,9 +159,10 @@ def certify_command(
     """Test on this node what training relies on, and record a certificate in the workspace.
 
     Attention kernels, bfloat16, ranks and ZeRO, all_reduce, speed and memory, vLLM if an
-    environment is given, and a kill -9; on all GPUs that torch sees, or on the CPU. Run it on
-    a compute node, e.g. `srun --gpus-per-node=1 refiner certify workspace=DIR`. RECIPE or KEY=VALUE
-    words set the workspace, the type of weights and the environment of vLLM.
+    environment is given, a kill -9, and the recipe's judge if it has a server; on all GPUs that
+    torch sees, or on the CPU. Run it on a compute node, e.g. `srun --gpus-per-node=1 refiner
+    certify workspace=DIR`. RECIPE or KEY=VALUE words set the workspace, the type of weights, the
+    environment of vLLM and the judge.
 
     Exit code 0: nothing failed; 1: a check failed.
     """

@@ -30,11 +30,20 @@ from infra.services.judges import JudgeServerProcess, live_endpoints, service_ke
 from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder, hand_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, Interrupted
+from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
 from refiner_core.contract.placement import judge_numbers
 from refiner_core.contract.plan_builder import judge_service
 from refiner_core.contract.services import asks_judge, engine_of, serves
-from refiner_core.contract.types import Endpoint, FreshJudge, Judge, Progress, StageIO
+from refiner_core.contract.types import (
+    REASONING,
+    WITHOUT_REASONING,
+    Endpoint,
+    FreshJudge,
+    Judge,
+    JudgeRequest,
+    Progress,
+    StageIO,
+)
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
 if TYPE_CHECKING:
@@ -77,6 +86,7 @@ def run_serve(work: StageWork) -> dict[str, Any]:
         should_stop=work.io.should_stop,
         tell=work.starts("starting"),
     ) as server:
+        refuse_reasoning(judge, server.endpoint)
         process = str(server.process or "")
         named = {"model": judge.model, "process": process, "key_from": source}
         write_endpoint(work.workspace, ref, server.endpoint, **named)
@@ -84,6 +94,42 @@ def run_serve(work: StageWork) -> dict[str, Any]:
     why = f"it was idle for {idle_s:.0f} s"
     log.info("the server has ended: %s", why)
     return {"ended": why}
+
+
+#: A question that any judge can answer in a few tokens.
+_EASY = JudgeRequest("rubric", "What grows in the field?", "Wheat.", "The answer names a plant.")
+_EASY_PATIENCE_S = 5.0
+
+
+def refuse_reasoning(judge: JudgeConfig, endpoint: Endpoint) -> None:
+    """Ask a server that has just started one question, before a trainer begins to wait for it.
+
+    Raises
+    ------
+    ConfigurationError
+        Its reply is cut by length, or is reasoning alone: every judgement would fail.
+    """
+    from refiner_core.judges import build_judge
+    from refiner_core.judges.context import JudgeContext, usage_of
+
+    config = replace(judge, max_retries=0, outage_patience_s=_EASY_PATIENCE_S)
+    with contextlib.ExitStack() as stack:
+        asked = build_judge(config, JudgeContext(endpoints=lambda: [endpoint]))
+        stack.callback(getattr(asked, "close", lambda: None))
+        try:
+            [judgement] = asked.judge([_EASY])
+        except JudgeOutage as error:  # its users wait for it, and report that
+            log.warning("the judge's server did not answer a first question: %s", error.what)
+            return
+        usage = usage_of(asked)
+    if usage is None or not {"reasoning", "length"} & usage.unusable.keys():
+        return
+    reasons = REASONING in judgement.detail
+    raise ConfigurationError(
+        f"The judge {judge.model} gives no score to an easy question: {judgement.detail}.",
+        expected=f"a score within judge.max_tokens ({judge.max_tokens})",
+        fix=WITHOUT_REASONING if reasons else "raise judge.max_tokens, or shorten judge.prompt",
+    )
 
 
 def _key(judge: JudgeConfig, folder: Path) -> tuple[str, str]:
@@ -146,6 +192,7 @@ def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
             yield functools.partial(live_endpoints, work.workspace, service.id)
     elif serves(judge):
         with _server_for(work) as server:
+            refuse_reasoning(judge, server.endpoint)
             yield functools.partial(_endpoint_of, server)
     else:
         yield None

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from flows.checking.judges import reasons_by_name
 from flows.running.calls import make_recipe_plan
 from flows.starting.flags import OF_REFINER, TAU2, TINY, all_answers, inspect_rows
 from infra.store.atomic import no_space_guard
@@ -104,6 +105,7 @@ def _file_texts(
         "environment": _whole(answers["environment"]),
         "rubrics": _whole(answers["rubrics"]),
         "judge": answers["judge"].rstrip("/"),
+        "reasons": reasons_by_name(answers["judge-model"]),
         **{"workspace": workspace, "apart": apart * (workspace != str(folder / "runs"))},
         **{"stages": stages, "models": ["base", *training]},
         "sized": not tiny and task != "command",

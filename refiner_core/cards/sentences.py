@@ -9,7 +9,7 @@ are left out on purpose: they contain paths and hosts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -85,7 +85,8 @@ class Sentences:
                 **{"proof": read_proof(facts.proof), "stage_changes": stage_changes},
                 **{"own_entries": own_entries(facts), "missing": without_value(facts)},
                 **{"later_fields": list(_later_fields(facts)), "moving": _moving_names(facts)},
-                "section": self._section,
+                **{"section": self._section, "trains": self._trains},
+                "only_its_judge": self._only_its_judge(),
             }
         )
 
@@ -116,6 +117,20 @@ class Sentences:
             said = f"{who} started from the {name.upper()} stage of the same run:"
             found.append({"sentence": said, "lines": lines})
         return found
+
+    def _trains(self, judge: Mapping[str, Any]) -> bool:
+        """True if a protocol's judge also gave the rewards that the model was trained on. Word
+        overlap is a stand-in, and says nothing anyway."""
+        own = self._facts.config.judge
+        rewarded = self._facts.stage == "grpo" and not self._facts.is_agent
+        asked = judge.get("kind"), judge.get("model"), judge.get("revision")
+        return rewarded and own.kind == "openai" and asked == (own.kind, own.model, own.revision)
+
+    def _only_its_judge(self) -> bool:
+        used = {entry.values.get("protocol") for entry in own_entries(self._facts)}
+        known = [self._facts.protocols[name] for name in used if name in self._facts.protocols]
+        judges = [protocol.get("judge") or {} for protocol in known]
+        return bool(judges) and all(map(self._trains, judges))
 
     def _done(self, path: str, words: tuple[tuple[str, ...], ...], least: int = 0) -> list[str]:
         """Counts of a report; missing ones, and those below ``least``, are left out."""

@@ -257,6 +257,8 @@ def recipe_schema() -> dict[str, Any]:
     for section in (schema, *schema["$defs"].values()):
         section["additionalProperties"] = False
         section["properties"] = {k: _value(v) for k, v in section["properties"].items()}
+    # A mapping is read as JSON text (see JSON_FIELDS of refiner_core.contract.recipes).
+    schema["$defs"]["JudgeConfig"]["properties"]["extra_body"]["anyOf"].append({"type": "object"})
     names = {"type": "string"}
     schema["properties"]["include"] = {
         "description": "recipes that this one builds on: shipped names, or YAML files",

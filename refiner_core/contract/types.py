@@ -49,6 +49,14 @@ class Judgement:
 
 #: In the detail of a failed judgement: there was a reply, but it is not a judgement.
 UNPARSABLE, CUT_SHORT = "unparsable judgement", "the judgement ended by"
+#: In the detail of a reply without a score that has reasoning, whole or cut.
+REASONING = "reasoning in the place of a score"
+#: The setting that most models with a switch for reasoning understand, and all ways out.
+THINKING_OFF = """judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'"""
+WITHOUT_REASONING = (
+    f"set {THINKING_OFF} (or the field of this model that switches reasoning off), or "
+    "judge.max_tokens=8192 with a reasoning parser in judge.serve.args"
+)
 
 
 class Judge(Protocol):
@@ -105,9 +113,9 @@ class JudgeUsage:
     ``answers`` counts HTTP answers by status, ``lost`` tries without a whole answer by reason
     (``refused``: never sent; ``connection``, ``truncated``, ``too_long``, ``timeout``,
     ``given_up``), ``unusable`` answers of status 200 without a usable judgement by reason;
-    ``retries`` the tries after a first one; ``served`` the servers' names of themselves, by usable
-    replies. Tokens are those that servers reported. Requests in flight when an error ended the work
-    are counted in ``asked`` alone.
+    ``retries`` the tries after a first one; ``reasoned`` answers with reasoning before the score;
+    ``served`` the servers' names of themselves, by usable replies. Tokens are those that servers
+    reported. Requests in flight when an error ended the work are counted in ``asked`` alone.
     """
 
     asked: int = 0
@@ -123,6 +131,7 @@ class JudgeUsage:
     completion_tokens: int = 0
     latency_s: float = 0.0  # sum over answered calls
     paused_s: float = 0.0  # all servers were unavailable
+    reasoned: int = 0
     served: Mapping[str, int] = field(default_factory=dict)
 
 

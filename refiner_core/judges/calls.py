@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.fingerprint import canonical_json
-from refiner_core.contract.types import CUT_SHORT, UNPARSABLE, Judgement, JudgeRequest
+from refiner_core.contract.types import CUT_SHORT, REASONING, UNPARSABLE, Judgement, JudgeRequest
 from refiner_core.judges.prompting import ChatMessage, JudgePrompts, load_judge_prompts
 
 #: The scale is 0 to 2, so that "in part" has its own integer.
@@ -218,7 +218,7 @@ class Reply(NamedTuple):
     If None, ``reason`` is the reason in one word for counts, and ``detail`` in words.
     ``final``: a retry would give the same. ``tokens`` were read and written, and are paid for in
     any case. ``served`` is the server's own identification: model, and system fingerprint if it
-    has one.
+    has one. ``reasoned``: the judge reasoned before its answer.
     """
 
     judgements: tuple[Judgement, ...] | None = None
@@ -227,6 +227,7 @@ class Reply(NamedTuple):
     final: bool = False
     tokens: tuple[int, int] = (0, 0)
     served: str = ""
+    reasoned: bool = False
 
 
 def plan_calls(
@@ -278,23 +279,42 @@ def read_reply(raw: bytes, call: ChatCall) -> Reply:
     try:
         completion = json.loads(raw)
         choice = completion["choices"][0]
-        text, finish = choice["message"]["content"] or "", choice.get("finish_reason")
+        message, finish = choice["message"], choice.get("finish_reason")
+        text = message.get("content") or ""
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return Reply(None, "garbage", "the reply is no chat completion")
-    tokens = _tokens(completion.get("usage"))
-    return _read(text, finish, call)._replace(tokens=tokens, served=_served(completion))
+    tokens, reasoned = _tokens(completion.get("usage")), _reasoned(message, text)
+    reply = _read(text, finish, call, reasoned=reasoned)
+    return reply._replace(tokens=tokens, served=_served(completion), reasoned=reasoned)
 
 
-def _read(text: Any, finish: Any, call: ChatCall) -> Reply:
+def _reasoned(message: Mapping[str, Any], text: Any) -> bool:
+    """True if a reply has reasoning: in a field of its own, or in its text up to ``</think>``."""
+    if message.get("reasoning_content") or message.get("reasoning"):
+        return True
+    if not isinstance(text, str) or text.lstrip().startswith("{"):
+        return False
+    before, closed, _ = text.partition("</think>")
+    opened = before.lstrip().startswith("<think>")
+    return bool(closed or opened) and bool(before.replace("<think>", "").strip())
+
+
+def _read(text: Any, finish: Any, call: ChatCall, *, reasoned: bool) -> Reply:
     if finish == "abort":
         return Reply(None, "aborted", "the server aborted the judgement")
     if finish == "length":
+        # Where the prompt opens the reasoning, a cut reply has its words and no tag.
+        if reasoned or (isinstance(text, str) and text.strip() and "{" not in text):
+            why = f"{CUT_SHORT} length, {REASONING}"
+            return Reply(None, "reasoning", why, final=True)
         why = f"{CUT_SHORT} length; judge.max_tokens is too small for it"
         return Reply(None, "length", why, final=True)
     if finish not in (None, "stop"):
         return Reply(None, "ended", f"{CUT_SHORT} {finish!r:.40}", final=True)
     if not isinstance(text, str):
         return Reply(None, "garbage", "the reply is no chat completion")
+    if reasoned and not text.strip():
+        return Reply(None, "reasoning", f"{UNPARSABLE}, {REASONING}")
     allowed = _ALLOWED.get(call.requests[0].kind)
     if not call.batched:
         judgement = parse_judgement(text, allowed)

@@ -383,6 +383,7 @@ class JudgeEngine:
         prompt, completion = reply.tokens
         self._counts.count("answers", answer.status)
         self._counts.add(latency_s=seconds, prompt_tokens=prompt, completion_tokens=completion)
+        self._counts.add(reasoned=int(reply.reasoned))
         if reply.served and reply.judgements:
             self._counts.count("served", reply.served)
         if answer.status == 200 and reply.reason:

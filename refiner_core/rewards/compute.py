@@ -30,7 +30,9 @@ from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError, Interrupted, JudgeOutage, JudgeUnusable
 from refiner_core.contract.types import (
     CUT_SHORT,
+    REASONING,
     UNPARSABLE,
+    WITHOUT_REASONING,
     Judge,
     Judgement,
     JudgeRequest,
@@ -76,12 +78,12 @@ def require_scored(results: Sequence[RewardResult], max_failed_share: float, *, 
     answered = Counter(text for text in map(_spoken_text, failed) if text)
     if 2 * answered.total() > len(failed):
         said = "; ".join(f"{text} ({n} times)" for text, n in answered.most_common(_REASONS_SHOWN))
+        change = "correct the judge, judge.prompt, judge.max_tokens or judge.extra_body"
         raise JudgeUnusable(
             f"The judge's answers are no judgements: {said}, on {unscored} of {len(results)} {of}",
             expected=f"{share}, and one of the scores that its prompts ask for: 0, 1 or 2",
-            fix="correct the judge, judge.prompt, judge.max_tokens or judge.extra_body until "
-            "`refiner judge ask` with the recipe's judge gets its scores, then run the same "
-            "command again",
+            fix=f"{WITHOUT_REASONING if REASONING in said else change}, until `refiner judge ask` "
+            "with the recipe's judge gets its scores, then run the same command again",
         )
     raise JudgeOutage(
         f"The judge failed on {unscored} of {len(results)} {of}{why}",

@@ -7,6 +7,7 @@ optimiser step on this rank), ``grpo_update`` (one step of GRPO).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from refiner_core.training.model.logprobs import TokenScores, token_scores
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.steps.health import HealthMonitor
 
-Aggregation = Literal["token", "sequence", "constant"]
+Aggregation = Literal["token", "sequence", "pack", "constant"]
 KlEstimator = Literal["kl1", "kl2", "kl3", "kl4"]
 KL_NAMES: tuple[KlEstimator, ...] = ("kl1", "kl2", "kl3", "kl4")
 
@@ -84,12 +85,17 @@ def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, cap: float)
 
 
 def token_weights(
-    loss_tokens: Sequence[int], aggregation: Aggregation, *, constant: float = 0.0
+    loss_tokens: Sequence[int],
+    aggregation: Aggregation,
+    *,
+    constant: float = 0.0,
+    packs: Sequence[int] = (),
 ) -> list[float]:
     """Weight of each loss token of each sample of one optimiser step.
 
     ``token``: mean over all tokens of the step; ``sequence``: mean per sample, then over samples
-    that have loss tokens; ``constant``: sum over a fixed denominator (``constant``).
+    that have loss tokens; ``pack``: mean per pack, then over packs that have loss tokens (``packs``
+    has the number of each sample's pack); ``constant``: sum over a fixed denominator.
     """
     if aggregation == "token":
         total = sum(loss_tokens)
@@ -97,9 +103,31 @@ def token_weights(
     if aggregation == "sequence":
         samples = sum(1 for n in loss_tokens if n)
         return [1.0 / (n * samples) if n else 0.0 for n in loss_tokens]
+    if aggregation == "pack":
+        totals = Counter[int]()
+        for pack, n in zip(packs, loss_tokens, strict=True):
+            totals[pack] += n
+        filled = sum(1 for total in totals.values() if total)
+        return [1.0 / (totals[pack] * filled) if totals[pack] else 0.0 for pack in packs]
     if constant <= 0:
         raise ValueError("constant aggregation needs a positive denominator")
     return [1.0 / constant] * len(loss_tokens)
+
+
+def packs_in_order(lengths: Sequence[int], pack_length: int) -> list[int]:
+    """The number of each sample's pack, if samples fill packs in order and are never split.
+
+    These are the packs of the reference trainer, with the prompt in every sample. The packs that
+    run may differ (shared prompts, several ranks) without effect on the loss.
+    """
+    numbers: list[int] = []
+    pack, used = 0, 0
+    for length in lengths:
+        if used and used + length > pack_length:
+            pack, used = pack + 1, 0
+        used += length
+        numbers.append(pack)
+    return numbers
 
 
 class _StepBatches:
@@ -311,6 +339,7 @@ class GrpoUpdate:
             [sum(sample.loss_mask) for sample in samples],
             grpo.loss_aggregation,
             constant=rollouts * self.longest / grpo.num_mini_batches,
+            packs=packs_in_order([sample.length for sample in samples], grpo.pack_length),
         )
         weight_F = torch.zeros_like(buffers.advantage_F)
         for sample, weight in zip(samples, weights, strict=True):

@@ -9,7 +9,7 @@ import pytest
 
 from flows.cli.main import main
 from tests.support.command import Finished
-from tests.support.judge_server import JudgeServer, Reply, completion
+from tests.support.judge_server import JudgeServer, Reply, completion, reasoning
 from tests.support.known_judges import KnownJudge
 from tests.support.recorded_run import RecordedRun
 
@@ -210,3 +210,27 @@ def test_a_judge_on_another_scale_is_found_before_a_run_asks_it(
                          "--only=judge")  # fmt: skip
     assert looked.code == 8
     assert f"2.0): {replies}" in looked.stdout
+
+
+def test_a_judge_that_reasons_is_named_with_the_setting_that_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    off = 'judge.extra_body={"chat_template_kwargs": {"enable_thinking": false}}'
+    with JudgeServer(lambda body, call: reasoning(body)) as server:
+        called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
+        assert called.code == 1
+        assert "reasons without a score: 512 tokens a call" in called.stdout
+        assert "enable_thinking" in called.stdout
+        recipe = ["tiny", *at(server), "judge.kind=openai", "--only=judge"]
+        looked = refiner(capsys, "doctor", *recipe)
+        assert looked.code == 8
+        assert "reasons without a score" in looked.stdout
+        assert "judge.extra_body=" in looked.stdout
+        assert refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server, off)).code == 0
+        assert refiner(capsys, "doctor", *recipe, off).code == 0
+    long = completion('It fits.</think>{"score": 2}', usage={"completion_tokens": 300})
+    with JudgeServer(lambda body, call: long) as server:
+        words = [nowhere(tmp_path), *at(server), "--kind=rubric"]
+        called = refiner(capsys, "judge", "ask", *words)
+    assert called.code == 0
+    assert "reasons before its score: 300 tokens a call" in called.stdout

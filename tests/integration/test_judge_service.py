@@ -152,9 +152,16 @@ def test_a_server_beside_the_trainer_ends_with_its_job(bench: Bench) -> None:
     assert [s.name for s in plan.stages] == ["data", "grpo"]
     views = bench.run(plan)
     assert states(views) == {"data": "skipped", "grpo": "done"}
-    assert len(bench.lines("asked")) == 3  # once to see whether it is well
+    assert len(bench.lines("asked")) == 4  # twice to check it
     assert bench.alive() == []
     assert "[judge] the key is ***" in Path(views["grpo"].log).read_text()
+
+
+def test_a_server_whose_judge_reasons_ends_before_a_trainer_starts(bench: Bench) -> None:
+    views = bench.run(bench.plan("--mode", "reasons"))
+    assert views["judge"].state == "failed"
+    assert "enable_thinking" in views["judge"].message
+    assert Stage(bench.workspace.root, "grpo").attempts == []
 
 
 @pytest.mark.slurm
@@ -175,7 +182,7 @@ def test_on_a_cluster_a_server_is_a_job_that_asks_for_its_key(bench: Bench, slur
     bench.hold()
     campaign = bench.campaign(plan, router)
     campaign.start()
-    bench.wait_for_questions(3)
+    bench.wait_for_questions(4)
     service = bench.service()
     assert service.job_id == campaign.views()["judge"].job_id
     assert not service.url.startswith("http://127."), "other nodes have to reach it"

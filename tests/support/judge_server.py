@@ -73,6 +73,16 @@ def completion(
     return Reply(body=json.dumps(body), delay_s=delay_s)
 
 
+def reasoning(body: Mapping[str, Any]) -> Reply:
+    """The reply of a judge that reasons unless it is asked not to: cut by length, or a score."""
+    if body.get("chat_template_kwargs") == {"enable_thinking": False}:
+        return verdict(body)
+    message = {"role": "assistant", "content": None, "reasoning_content": "Let me see: the answer"}
+    choice = {"index": 0, "message": message, "finish_reason": "length"}
+    usage = {"prompt_tokens": 90, "completion_tokens": body["max_tokens"]}
+    return Reply(body=json.dumps({"choices": [choice], "usage": usage}))
+
+
 def score(value: float, delay_s: float = 0.0) -> Reply:
     """A chat completion with a score on the judge's scale."""
     return completion(json.dumps({"score": value}), delay_s=delay_s)

@@ -7,8 +7,9 @@ In: ``REFINER_SERVER_KEY``. Out: ``{"score": n}`` by a digest of the question, s
 question has the same answer in every process. It writes a line into FILE when it starts (its
 process number) and one for each judgement. Modes: ``ok``; ``traceback`` dies at once; ``sick``
 lists its model and fails every question; ``open`` asks for no key; ``memory`` runs out of it;
-``stubborn`` does not end on SIGTERM. With ``--die-after``, the first one that is asked
-so often kills itself with the question in its hands; those that come after it live.
+``stubborn`` does not end on SIGTERM; ``reasons`` ends its replies by length unless it is asked not
+to reason. With ``--die-after``, the first one that is asked so often kills itself with the question
+in its hands; those that come after it live.
 """
 
 from __future__ import annotations
@@ -76,6 +77,10 @@ class Handler(BaseHTTPRequestHandler):
         type(self).asked += 1
         if 0 < self.args.die_after <= self.asked and first_to_die(self.args.log):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.args.mode == "reasons" and "chat_template_kwargs" not in body:
+            message = {"role": "assistant", "content": "Let me see: the answer names"}
+            self._answer(200, {"choices": [{"message": message, "finish_reason": "length"}]})
+            return
         score = hashlib.sha256(text.encode()).digest()[0] % 2 * 2
         message = {"role": "assistant", "content": json.dumps({"score": score})}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}

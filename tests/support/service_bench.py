@@ -114,7 +114,7 @@ class Bench:
         return [pid for pid in self.pids if psutil.pid_exists(pid) and not _is_zombie(pid)]
 
     def wait_for_questions(self, count: int) -> None:
-        """Until a server has been asked so often (once of that is the check of its health)."""
+        """Until a server has been asked so often (of that two to check it)."""
         wait_until(lambda: len(self.lines("asked")) >= count, f"{count} questions", 60)
 
     def service(self) -> ServiceStatus:

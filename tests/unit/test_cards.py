@@ -475,3 +475,20 @@ def test_invisible_characters_are_refused() -> None:
         forged = card.replace("## Usage", f"## Usage{sign}| grpo | 0.99 |")
         assert "control-character" in {f.rule for f in check_card(forged)}
     assert "control-character" not in {f.rule for f in check_card(card.replace("\n", "\r\n"))}
+
+
+def test_a_card_says_what_the_base_may_know_and_that_the_training_judge_evaluated() -> None:
+    own = {"kind": "openai", "model": CONFIG.judge.model, "revision": CONFIG.judge.revision}
+    seen = "it may have seen them"
+    alone = "No judge but the one that trained it"
+    facts = full_facts()
+    assert seen not in build_card(facts), "its SFT held the questions out"
+    assert alone not in build_card(facts)
+    without = {name: report for name, report in facts.reports.items() if name != "sft"}
+    by_itself = {name: {**known, "judge": own} for name, known in facts.protocols.items()}
+    card = build_card(full_facts(reports=without, protocols=by_itself))
+    assert seen in card
+    assert alone in card
+    assert "(it also trained this model)" in card
+    other = dict([*by_itself.items(), *list(facts.protocols.items())[:1]])
+    assert alone not in build_card(full_facts(protocols=other))

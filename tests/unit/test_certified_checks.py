@@ -13,7 +13,7 @@ import torch
 
 from flows.certify.device import EXACT, kernel_check, own_samples, score_rows
 from flows.certify.device import _load as load
-from flows.certify.node import make_order, run_part
+from flows.certify.node import judge_check, make_order, run_part
 from flows.certify.processes import engine_checks, server_checks
 from flows.certify.work import WorkOrder
 from flows.doctor import examine
@@ -23,8 +23,10 @@ from refiner_core.cards.build import build_card
 from refiner_core.cards.public import public_certificate
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
 from tests.support.card_facts import full_facts
+from tests.support.judge_server import JudgeServer, reasoning
 from tests.support.vllm_server import shim
 
 CPU = WorkOrder(0, "float32", "tiny", False, (2,))
@@ -235,3 +237,17 @@ def test_a_card_names_certified_hardware_alone() -> None:
         )
     bad = certificate(checks=(CertifiedCheck("kernel sdpa", "fail", "off"),))
     assert not public_certificate([bad], there)
+
+
+def test_a_judge_that_reasons_is_not_certified(tmp_path: Path) -> None:
+    workspace = Workspace.open(tmp_path / "runs")
+    off = 'judge.extra_body={"chat_template_kwargs": {"enable_thinking": false}}'
+    with JudgeServer(lambda body, call: reasoning(body)) as server:
+        asked = ["judge.kind=openai", "judge.model=m", f"judge.base_url={server.base_url}"]
+        made = [
+            judge_check(load_recipe("tiny", more), workspace) for more in (asked, [*asked, off])
+        ]
+    assert [check.verdict for check in made if check] == ["fail", "pass"]
+    assert made[0] is not None
+    assert "enable_thinking" in made[0].why
+    assert judge_check(load_recipe("tiny"), workspace) is None, "word overlap has no server"

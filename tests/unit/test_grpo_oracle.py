@@ -53,7 +53,7 @@ from tests.support.tiny_training import (
 )
 
 GROUPS, SIZE = 3, 3
-AGGREGATIONS = ("token", "sequence", "constant")
+AGGREGATIONS = ("token", "sequence", "pack", "constant")
 ESTIMATORS = ("kl1", "kl2", "kl3", "kl4")
 GRPO = replace(
     recipe().grpo,
@@ -143,11 +143,14 @@ def oracle(
     logprobs, entropies = scores(model, samples, grpo.temperature)
     policy_sum = kl_sum = bonus_sum = torch.zeros((), dtype=torch.float64)
     tokens = sum(len(samples[i].response_ids) for i in chosen)
+    packs = packed(chosen, grpo.pack_length)
+    assert len(packs) > 1 or len(chosen) < GROUPS * SIZE
     for i in chosen:
         sample = samples[i]
         weight = {
             "token": 1 / tokens,
             "sequence": 1 / (len(chosen) * len(sample.response_ids)),
+            "pack": next(1 / (len(packs) * answers(pack)) for pack in packs if i in pack),
             "constant": 1 / (len(chosen) * grpo.response_length),
         }[grpo.loss_aggregation]
         sampled = torch.tensor(sample.sampler_logprobs, dtype=torch.float64)
@@ -166,6 +169,24 @@ def oracle(
         kl_sum = kl_sum + weight * grpo.beta * kl[grpo.kl_estimator].sum()
         bonus_sum = bonus_sum + weight * grpo.entropy_coefficient * entropies[i].sum()
     return Step(policy_sum, kl_sum, policy_sum + kl_sum - bonus_sum, clipped)
+
+
+def packed(chosen: range, pack_length: int) -> list[list[int]]:
+    """Samples in packs as the reference trainer fills them: in order, prompts included."""
+    packs: list[list[int]] = [[]]
+    for i in chosen:
+        if sum(map(whole, packs[-1])) + whole(i) > pack_length:
+            packs.append([])
+        packs[-1].append(i)
+    return packs
+
+
+def whole(i: int) -> int:
+    return len(rollouts()[i].prompt_ids) + len(rollouts()[i].response_ids)
+
+
+def answers(pack: Sequence[int]) -> int:
+    return sum(len(rollouts()[i].response_ids) for i in pack)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +227,8 @@ def test_both_steps_of_an_update_are_the_oracles(aggregation, estimator, cap, ol
 
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize(
-    ("aggregation", "estimator"), [("token", "kl1"), ("sequence", "kl2"), ("constant", "kl4")]
+    ("aggregation", "estimator"),
+    [("token", "kl1"), ("sequence", "kl2"), ("pack", "kl3"), ("constant", "kl4")],
 )
 def test_each_mini_batch_is_the_oracles(aggregation, estimator, share_prompts):
     """One group in each, at a learning rate of 0."""

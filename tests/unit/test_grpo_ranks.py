@@ -26,6 +26,7 @@ CASES: list[Case] = [
         "name": "active",
         "grpo": {"active_sampling": True, "async_steps": 1, "loss_aggregation": "sequence"},
     },
+    {"name": "packs", "grpo": {"loss_aggregation": "pack", "num_training_steps": 2}},
     {"name": "outage", "grpo": {"save_freq": 100}, "fault": "judge", "again": True},
     {
         "name": "zero3",
@@ -53,7 +54,7 @@ def met(root: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads((root / name / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("name", ["several", "older", "active", "outage", "zero3"])
+@pytest.mark.parametrize("name", ["several", "older", "active", "packs", "outage", "zero3"])
 def test_two_ranks_train_as_one_does(root, tmp_path, name):
     case = next(case for case in CASES if case["name"] == name)
     for folder in ("data", "model"):

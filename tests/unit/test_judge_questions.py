@@ -51,6 +51,12 @@ def chat(text: str | None, finish: str | None = "stop", **more: Any) -> bytes:
     return json.dumps({"choices": [choice], **more}).encode()
 
 
+def reasoned(text: str | None, finish: str = "stop") -> bytes:
+    """A completion as servers with a reasoning parser give it."""
+    message = {"role": "assistant", "content": text, "reasoning_content": "The answer names"}
+    return json.dumps({"choices": [{"message": message, "finish_reason": finish}]}).encode()
+
+
 def scored(*values: float) -> tuple[Judgement, ...]:
     return tuple(Judgement("scored", v) for v in values)
 
@@ -299,6 +305,10 @@ def test_tokens_of_a_reply_are_counted() -> None:
     ("raw", "reason", "final"),
     [
         (chat('{"score": 2}', "length"), "length", True),
+        (chat("<think>The answer", "length"), "reasoning", True),
+        (chat("First I compare the answer with", "length"), "reasoning", True),
+        (reasoned(None, "length"), "reasoning", True),
+        (reasoned(""), "reasoning", False),
         (chat('{"score": 2}', "content_filter"), "ended", True),
         (chat('{"score": 2}', "abort"), "aborted", False),
         (chat('{"score": 10}'), "unparsable", False),
@@ -311,6 +321,14 @@ def test_a_reply_without_a_judgement_has_a_reason(raw: bytes, reason: str, final
     found = read_reply(raw, one_call())
     assert found.judgements is None
     assert (found.reason, found.final) == (reason, final)
+
+
+def test_reasoning_before_a_score_is_seen_with_and_without_a_parser() -> None:
+    for raw in (reasoned('{"score": 2}'), chat('It fits.</think>{"score": 2}')):
+        found = read_reply(raw, one_call())
+        assert (found.judgements, found.reasoned) == (scored(1.0), True)
+    for text in ('{"score": 2, "why": "</think>"}', '<think>\n\n</think>\n{"score": 2}'):
+        assert not read_reply(chat(text), one_call()).reasoned
 
 
 # ---------------------------------------------------------------- fences

@@ -11,6 +11,7 @@ from refiner_core.training.rollouts.rollout import group_advantages
 from refiner_core.training.updates import (
     importance_weights,
     kl_estimates,
+    packs_in_order,
     policy_terms,
     token_weights,
 )
@@ -71,6 +72,8 @@ def test_aggregation_weights():
     assert token_weights([2, 1], "token") == pytest.approx([1 / 3, 1 / 3])
     assert token_weights([2, 1], "sequence") == [0.25, 0.5]
     assert token_weights([4, 0, 1], "sequence") == [0.125, 0.0, 0.5]
+    assert token_weights([4, 2, 1, 0], "pack", packs=[0, 0, 1, 2]) == [1 / 12, 1 / 12, 0.5, 0.0]
+    assert packs_in_order([6, 4, 1, 9, 12], 10) == [0, 0, 1, 1, 2]
     assert token_weights([3, 1], "constant", constant=10.0) == [0.1, 0.1]
     assert token_weights([0, 0], "token") == token_weights([0, 0], "sequence") == [0.0, 0.0]
 

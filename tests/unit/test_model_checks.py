@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from flows.api import make_recipe_plan
-from flows.checking.models import check_model_files, layer_notes, model_files
+from flows.checking.judges import judge_notes
+from flows.checking.models import (
+    check_model_files,
+    layer_notes,
+    model_files,
+    position_notes,
+)
 from flows.sweeping.planning import make_sweep_plan
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -221,3 +227,52 @@ def test_plans_of_recipes_and_sweeps_refuse_it(tmp_path: Path) -> None:
         make_recipe_plan("tiny", overrides)
     with pytest.raises(ConfigurationError, match="has 100 tokens"):
         make_sweep_plan("kl-tiny", overrides)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "noted"),
+    [
+        ("Qwen/Qwen3.5-35B-A3B", {}, True),
+        ("Qwen/Qwen3.5-35B-A3B", {"max_tokens": 8192}, False),
+        ("Qwen/Qwen3.5-35B-A3B", {"extra_body": '{"chat_template_kwargs": {}}'}, True),
+        ("Qwen/Qwen3.5-35B-A3B", {"extra_body": '{"reasoning_effort": "low"}'}, False),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", {}, False),
+        ("gpt-4.1-mini", {}, False),
+        ("{}", {}, True),
+        ("{}", {"extra_body": '{"chat_template_kwargs": {"enable_thinking": false}}'}, False),
+    ],
+)
+def test_a_judge_that_reasons_by_default_is_noted_by_its_template_or_name(
+    tmp_path: Path, model: str, fields: dict[str, Any], noted: bool
+) -> None:
+    """The shipped model's template is that of models whose reasoning can be switched off."""
+    name = model.replace("{}", str(copied(tmp_path / "judge")))
+    values = {"kind": "openai", "model": name, "base_url": "http://127.0.0.1:1/v1", **fields}
+    asked = replace_fields(TINY, {f"judge.{key}": value for key, value in values.items()})
+    assert bool(judge_notes(asked)) == noted
+
+
+@pytest.mark.parametrize("name", ["refiner-gpt54", "refiner-instance-only", "refiner-answer-only"])
+def test_the_judge_of_the_large_recipes_does_not_reason(name: str) -> None:
+    assert judge_notes(load_recipe(name)) == []
+
+
+FIRST = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("rope", "noted"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope"}, FIRST: 64}, True),
+        ({"rope_scaling": {"type": "su", FIRST: 64}}, True),
+        ({"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": 9000}, False),
+        ({"rope_parameters": {"rope_type": "yarn"}, FIRST: 64}, False),
+    ],
+)
+def test_positions_that_depend_on_the_batch_are_noted_before_the_queue(
+    tmp_path: Path, rope: dict[str, Any], noted: bool
+) -> None:
+    folder = copied(tmp_path / "model")
+    edited(folder, "config.json", rope_parameters=..., rope_scaling=...)
+    edited(folder, "config.json", **rope)
+    assert bool(position_notes(recipe(folder))) == noted

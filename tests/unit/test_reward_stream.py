@@ -147,8 +147,11 @@ def test_a_judge_with_unusable_replies_is_no_outage(body: bytes):
     reply = read_reply(body, call)
     assert reply.judgements is None
     said = f"gave up after 6 tries, last: {reply.detail}"
-    with pytest.raises(JudgeUnusable, match=r"are no judgements: .*, on 2 of 2.*judge ask"):
+    with pytest.raises(
+        JudgeUnusable, match=r"are no judgements: .*, on 2 of 2.*judge ask"
+    ) as error:
         require_scored([unscored(said, said, "HTTP 500"), unscored(said)], 0.25, of="answers")
+    assert ("enable_thinking" in error.value.fix) == (b"<think>" in body), "the cause has its fix"
     with pytest.raises(JudgeOutage) as outage:
         require_scored([unscored(said), unscored("HTTP 500")], 0.25, of="answers")
     assert not isinstance(outage.value, JudgeUnusable)

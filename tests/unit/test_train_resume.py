@@ -110,7 +110,7 @@ def test_a_stop_while_generating_drops_the_step_and_keeps_those_before(
 @pytest.mark.parametrize("case", ["embedded sampler", "streaming judge", "several updates"])
 def test_other_setups_resume_bitwise(inputs, tmp_path, case):
     """A judge that streams answers in any order, and its store knows more the second time."""
-    grpo = {"num_mini_batches": 2, "num_epochs": 2, "clip_higher": 0.01}
+    grpo = {"num_mini_batches": 2, "num_epochs": 2, "clip_higher": 0.01, "adam_beta2": 0.98}
     answering = save_answering_inputs(tmp_path / "inputs")
 
     def make(name: str) -> TrainRun:

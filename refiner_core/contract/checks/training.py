@@ -71,7 +71,20 @@ def training_notes(config: RecipeConfig) -> list[str]:
                 f"stay idle: {found.nproc_per_node} processes on each of {found.nodes} nodes, and "
                 f"{found.servers} rollout servers on the first."
             )
-    return notes + _idle_samplers(config) + _training_judge(config)
+    return notes + _uncorrected(config) + _idle_samplers(config) + _training_judge(config)
+
+
+def _uncorrected(config: RecipeConfig) -> list[str]:
+    """Note on samples of older weights without a correction, as in the reference trainer."""
+    grpo = config.grpo
+    corrected = grpo.truncated_importance_sampling_ratio_cap or grpo.old_logprobs == "sampler"
+    if "grpo" not in config.stages or not grpo.async_steps or corrected:
+        return []
+    age = "one step old" if grpo.async_steps == 1 else f"up to {grpo.async_steps} steps old"
+    return [
+        f"Samples are {age} (grpo.async_steps) and count as new ones: "
+        "grpo.truncated_importance_sampling_ratio_cap=2.0 corrects for their age."
+    ]
 
 
 def _idle_samplers(config: RecipeConfig) -> list[str]:
@@ -258,19 +271,12 @@ def _check_batch(config: RecipeConfig) -> None:
 def _check_off_policy(config: RecipeConfig) -> None:
     """Check off-policy samples and their correction."""
     refuse = functools.partial(refuse_fields, config)
-    grpo, cap = config.grpo, "grpo.truncated_importance_sampling_ratio_cap"
+    grpo = config.grpo
     refuse(
         grpo.async_steps and grpo.async_steps >= grpo.num_training_steps,
         "grpo.async_steps grpo.num_training_steps",
         "grpo.async_steps < grpo.num_training_steps, so that samples come from trained weights",
         "lower grpo.async_steps (1 overlaps sampling and training already)",
-    )
-    refuse(
-        grpo.async_steps and grpo.old_logprobs == "recomputed" and not get_field(config, cap),
-        f"grpo.async_steps grpo.old_logprobs {cap}",
-        "a correction for older samples: importance sampling, or ratios against the sampler's own "
-        "log-probabilities",
-        f"set {cap}=2.0, or grpo.old_logprobs=sampler",
     )
     refuse(
         grpo.old_logprobs == "sampler" and grpo.top_p < 1,

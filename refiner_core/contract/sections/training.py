@@ -125,6 +125,7 @@ _OFFLOAD = execution(False, doc="keep optimiser state in host memory (ZeRO-1 to 
 _ASYNC_SAVE = execution(
     True, doc="write checkpoints during training; costs their size in host memory"
 )
+_ADAM_BETA2 = added(0.999, ge=0, lt=1, doc="beta2 of AdamW: decay of its mean of squared gradients")
 _TOGETHER = identity(
     256, ge=1, doc="samples decoded together; another number changes the order of sums"
 )
@@ -151,6 +152,7 @@ class SftConfig:
     per_device_train_batch_size: int = identity(1, ge=1, doc="packs in one forward pass")
     gradient_accumulation_steps: int = identity(1, ge=1, doc="forward passes per optimiser step")
     weight_decay: float = identity(0.0, ge=0, doc="AdamW weight decay")
+    adam_beta2: float = _ADAM_BETA2
     max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
     eval_freq: int = execution(50, ge=1, doc="steps between validation losses")
     save_freq: int = execution(200, ge=1, doc="steps between checkpoints")
@@ -243,6 +245,7 @@ class GrpoConfig:
     )
     warmup_ratio: float = identity(0.0, ge=0, le=1, doc="share of steps in linear warm-up")
     weight_decay: float = identity(0.0, ge=0, doc="AdamW weight decay")
+    adam_beta2: float = _ADAM_BETA2
     max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
     per_device_train_batch_size: int = identity(1, ge=1, doc="packs in one forward pass")
     num_mini_batches: int = identity(1, ge=1, doc="optimiser steps per batch of rollouts")
@@ -253,9 +256,9 @@ class GrpoConfig:
     )
     clip_lower: float = identity(0.2, ge=0, doc="ratio is clipped below at 1 - clip_lower")
     clip_higher: float = identity(0.2, ge=0, doc="ratio is clipped above at 1 + clip_higher")
-    loss_aggregation: Literal["token", "sequence", "constant"] = identity(
+    loss_aggregation: Literal["token", "sequence", "pack", "constant"] = identity(
         "token",
-        doc="mean over all tokens of the step, per sample then mean, or a constant denominator",
+        doc="mean over all tokens of a step, per sample or per pack then mean, or over a constant",
     )
     advantage_normalization_type: Literal["standard", "centered", "sample_std"] = identity(
         "standard", doc="group mean and population std; mean only; mean and sample std"

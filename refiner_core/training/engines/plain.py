@@ -26,6 +26,7 @@ from refiner_core.training.model import loading
 from refiner_core.training.model.loading import model_tensors
 from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
 from refiner_core.training.model.optim import (
+    ADAM_BETA2,
     ADAM_STATE,
     MUON_STATE,
     Muon,
@@ -44,8 +45,8 @@ class PlainEngine(Engine):
 
     Parameters
     ----------
-    learning_rate, weight_decay
-        Peak rate of AdamW, and decoupled decay.
+    learning_rate, weight_decay, adam_beta2
+        Peak rate of AdamW, decoupled decay, and decay of its mean of squared gradients.
     max_grad_norm
         Limit of the gradient norm; 0 disables clipping.
     muon_learning_rate
@@ -60,6 +61,7 @@ class PlainEngine(Engine):
         *,
         learning_rate: float,
         weight_decay: float = 0.0,
+        adam_beta2: float = ADAM_BETA2,
         max_grad_norm: float = 0.0,
         muon_learning_rate: float | None = None,
     ) -> None:
@@ -71,7 +73,7 @@ class PlainEngine(Engine):
         self._masters = {name: master_of(weight) for name, weight in self._weights.items()}
         for weight, master in self._copied_weights():
             weight.register_post_accumulate_grad_hook(adding_to(master))
-        made = adamw(decayed, rest, self._masters, learning_rate, weight_decay)
+        made = adamw(decayed, rest, self._masters, learning_rate, weight_decay, adam_beta2)
         self._optimizers: list[tuple[Any, float]] = [(made, learning_rate)]  # with their peak rates
         if hidden and muon_learning_rate is not None:
             muon = Muon([self._masters[n] for n in hidden], muon_learning_rate, weight_decay)
@@ -198,6 +200,7 @@ def open_engine(
         *(loaded, config.model, ranks),
         learning_rate=section.learning_rate,
         weight_decay=section.weight_decay,
+        adam_beta2=section.adam_beta2,
         max_grad_norm=section.max_grad_norm,
         muon_learning_rate=None if muon is None else muon.muon_learning_rate,
     )

@@ -116,7 +116,8 @@ def open_zero_engine(
     weights = trainable(loaded.model)
     width = loaded.model.config.get_text_config().hidden_size
     settings = _deepspeed_settings(section, stage, config, width, cuda=device.type == "cuda")
-    optimizer = adamw(decayed, rest, weights, section.learning_rate, section.weight_decay)
+    rates = (section.learning_rate, section.weight_decay, section.adam_beta2)
+    optimizer = adamw(decayed, rest, weights, *rates)
     module = ScoringModel(loaded.model)
     module.train(loaded.model.training)
     said = io.StringIO()

@@ -23,7 +23,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 MUON_MOMENTUM = 0.95
-ADAM_BETAS = (0.9, 0.999)
+ADAM_BETA1, ADAM_BETA2 = 0.9, 0.999
 ADAM_EPS = 1e-8
 #: An optimiser's tensors of a parameter: AdamW the first three, Muon the last.
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
@@ -131,6 +131,7 @@ def adamw(
     weights: Mapping[str, Any],
     learning_rate: float,
     weight_decay: float,
+    beta2: float = ADAM_BETA2,
 ) -> Any:
     """torch's AdamW over the parameters that are not Muon's."""
     chosen = [
@@ -138,7 +139,8 @@ def adamw(
         for names, decay in ((decayed, weight_decay), (rest, 0.0))
         if names
     ]
-    return torch.optim.AdamW(chosen, lr=learning_rate, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)
+    betas = (ADAM_BETA1, beta2)
+    return torch.optim.AdamW(chosen, lr=learning_rate, betas=betas, eps=ADAM_EPS, fused=True)
 
 
 def master_of(weight: Any) -> Any:
