@@ -34,7 +34,7 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord, StageRecord, picked
 from refiner_core.contract.services import is_service
-from refiner_core.report.printing import size, table_lines
+from refiner_core.report.printing import counted, size, table_lines
 from sweeps.forecast import (
     AssumedCost,
     CanaryMeasure,
@@ -268,8 +268,8 @@ def _kind_row(kind: Mapping[str, Any]) -> list[str]:
     seconds, hours, calls = (kind[name] for name in _SUMMED)
     return [
         kind["kind"],
-        f"{kind['stages']} x",
-        "?" if seconds is None else rough(seconds),
+        counted(kind["stages"], "stage"),
+        "?" if seconds is None else f"{rough(seconds)} in all",
         f"{hours:.1f} GPU-h" if hours else "",
         "? calls" if calls is None else f"{calls} calls" if calls else "",
         "; judge calls ".join(filter(None, [kind["basis"], kind["calls_basis"]])),
