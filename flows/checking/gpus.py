@@ -222,7 +222,8 @@ def gpu_lines(plan: Plan) -> list[str]:
         return []
     parts = " + ".join(f"{job.stage} {_shape(job)}" for job in use.jobs)
     jobs = f"{len(use.jobs)} job{'s' * (len(use.jobs) > 1)}: {parts} GPUs"
-    lines = [f"GPUs: {use.at_once} at the same time ({jobs}); at the most {use.most} are used"]
+    more = f"; up to {use.most} with stages that may run beside" * (use.most > use.at_once)
+    lines = [f"GPUs: {use.at_once} at the same time ({jobs}){more}"]
     cells = [
         (job, n, "".join(f"{c:<4}" for c in node)) for job in use.jobs for n, node in _rows(job)
     ]
