@@ -155,8 +155,8 @@ def most_at_once(stages: Sequence[PlannedStage], parallel: int) -> int:
         above -= {stage.inputs[role] for role in stage.at_step}  # read while that stage runs
         before[stage.name] = frozenset(above.union(*(before.get(n, frozenset()) for n in above)))
     related = {name: set(above) for name, above in before.items()}
-    for name, above in before.items():
-        for other in above:
+    for name, others in before.items():
+        for other in others:
             related[other].add(name)
     asking = [s for s in stages if s.resources.gpus and not is_service(s.id)]
     asking.sort(key=all_gpus, reverse=True)
