@@ -7,7 +7,6 @@ here: a run refuses what this machine never has.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,26 +154,26 @@ def most_at_once(stages: Sequence[PlannedStage], parallel: int) -> int:
         above = {n for n in (*stage.inputs.values(), *stage.after) if n in known}
         above -= {stage.inputs[role] for role in stage.at_step}  # read while that stage runs
         before[stage.name] = frozenset(above.union(*(before.get(n, frozenset()) for n in above)))
+    related = {name: set(above) for name, above in before.items()}
+    for name, others in before.items():
+        for other in others:
+            related[other].add(name)
     asking = [s for s in stages if s.resources.gpus and not is_service(s.id)]
-
-    @functools.cache
-    def best(left: tuple[str, ...], count: int, services: frozenset[str]) -> int:
-        if not left or not count:
-            return 0
-        first, rest = known[left[0]], left[1:]
-        new = {n for n in first.after if n in known and is_service(known[n].id)} - services
-        own = all_gpus(first) + sum(all_gpus(known[n]) for n in new)
-        apart = tuple(
-            n for n in rest if n not in before[first.name] and first.name not in before[n]
-        )
-        with_it = own + best(apart, count - 1, services | new)
-        return (
-            with_it
-            if len(apart) == len(rest) < count
-            else max(with_it, best(rest, count, services))
-        )
-
-    return best(tuple(s.name for s in asking), parallel, frozenset())
+    asking.sort(key=all_gpus, reverse=True)
+    most, seen = 0, set[str]()
+    for first in asking:  # with the largest ones that wait for none of those taken before
+        if first.name in seen:
+            continue
+        taken: list[PlannedStage] = []
+        waiting: set[str] = set()
+        for stage in (first, *asking):
+            if len(taken) < parallel and stage.name not in waiting:
+                taken.append(stage)
+                waiting |= related[stage.name] | {stage.name}
+        seen |= {s.name for s in taken}
+        names = {n for s in taken for n in s.after if n in known and is_service(known[n].id)}
+        most = max(most, sum(map(all_gpus, [*taken, *(known[n] for n in names)])))
+    return most
 
 
 # ---------------------------------------------------------------- who sits where
@@ -222,7 +221,8 @@ def gpu_lines(plan: Plan) -> list[str]:
         return []
     parts = " + ".join(f"{job.stage} {_shape(job)}" for job in use.jobs)
     jobs = f"{len(use.jobs)} job{'s' * (len(use.jobs) > 1)}: {parts} GPUs"
-    lines = [f"GPUs: {use.at_once} at the same time ({jobs}); at the most {use.most} are used"]
+    more = f"; up to {use.most} with stages that may run beside" * (use.most > use.at_once)
+    lines = [f"GPUs: {use.at_once} at the same time ({jobs}){more}"]
     cells = [
         (job, n, "".join(f"{c:<4}" for c in node)) for job in use.jobs for n, node in _rows(job)
     ]

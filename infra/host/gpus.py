@@ -94,9 +94,12 @@ def read_gpus(listed: str) -> list[tuple[Gpu, list[str]]]:
 def _uuid_of(name: str) -> str:
     """The UUID that a name stands for. UUIDs may be cut short, and of a divided GPU CUDA takes the
     first part."""
-    if len(name) >= _WHOLE:
-        return name
-    known = read_gpus(_listed())
+    try:
+        known = read_gpus(_listed())
+    except SystemOutage:
+        if len(name) >= _WHOLE:
+            return name
+        raise
     for gpu, parts in known:
         if name == gpu.name or (name.startswith("GPU-") and gpu.uuid.startswith(name)):
             return parts[0] if parts else gpu.uuid
