@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from click.testing import CliRunner
 
-from flows import durations
 from flows.cli.main import cli
 from flows.durations import StageTime, forecast_times, judge_use
 from flows.running.calls import make_recipe_plan
 from infra.store.provenance import write_certificate
 from infra.store.workspace import Workspace
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
+from tests.support.disk import finish
 
 LARGE = "refiner-gpt54"
 
@@ -124,9 +123,17 @@ def test_prepared_rows_give_the_number_of_steps_and_prompts(tmp_path):
     assert (before["sft"], before["evaluate-sft"]) == ("step", "100 prompts")
     sizes = {"sft_train.parquet": {"rows": 2847}, "rl_test.parquet": {"rows": 200}}
     lengths = {"prompt_tokens": {"p50": 100}, "loss_tokens": {"p50": 36}}
-    report = {"files": sizes, "sft": lengths, "rl": {"prompt_tokens": {"p50": 110}}}
-    stage, workspace = plan.by_name["sft"], mock.Mock()
-    workspace.read_result.return_value = mock.Mock(report=report)
-    workspace.layout.certificate.return_value = tmp_path / "none" / "x.json"
-    found = durations._Stage(stage, plan, plan.config, workspace, None)
-    assert durations._units(found) == (504, "stage", 0)
+    report: dict[str, object] = {
+        "files": sizes,
+        "sft": lengths,
+        "rl": {"prompt_tokens": {"p50": 110}},
+    }
+    finish(Workspace.open(tmp_path / "ws"), plan.by_name["data"].id, report=report)
+    after = {one.stage: one for one in forecast_times(plan)}
+    assert (after["sft"].per, after["evaluate-sft"].per) == ("stage", "stage")
+    shorter = make_recipe_plan("tiny", [*words, "sft.num_train_epochs=2"])
+    (half,) = (one for one in forecast_times(shorter) if one.stage == "sft")
+    start = 120.0
+    assert after["sft"].seconds
+    assert half.seconds
+    assert after["sft"].seconds[1] - start == pytest.approx(2 * (half.seconds[1] - start))
