@@ -127,7 +127,7 @@ class Sentences:
         return rewarded and own.kind == "openai" and asked == (own.kind, own.model, own.revision)
 
     def _only_its_judge(self) -> bool:
-        used = {entry.values.get("protocol") for entry in own_entries(self._facts)}
+        used = {str(entry.values.get("protocol")) for entry in own_entries(self._facts)}
         known = [self._facts.protocols[name] for name in used if name in self._facts.protocols]
         judges = [protocol.get("judge") or {} for protocol in known]
         return bool(judges) and all(map(self._trains, judges))
