@@ -150,10 +150,15 @@ class StallClock:
     def report(self, lane: int, progress: Progress, now: float) -> None:
         """Take a progress report of a thread. A repeated one is no sign of life."""
         with self._lock:
-            own = self._own(now)
-            if progress.phase in _BEGINNINGS and self._phase_of(lane) != progress.phase:
-                for other in [n for n in self._lanes if n != lane]:  # ended with what came before
+            own, before = self._own(now), self._phase_of(lane)
+            begins = progress.phase in _BEGINNINGS
+            for other, known in list(self._lanes.items()):
+                if other == lane or before == progress.phase:
+                    continue
+                if begins:  # it ended with what came before
                     self._leave(self._lanes.pop(other), own)
+                elif known.phase == before != SAVE:  # a helper of the phase that ends
+                    self._lanes.pop(other)
             self._enter(lane, _named(progress), (progress.done, dict(progress.values)), own)
 
     def pulse(self, value: object, now: float) -> bool:
@@ -308,7 +313,8 @@ def find_laggard(states: Sequence[RankState]) -> Laggard:
             gone = rule is _silent and not found[0][0].here
             return Laggard(ranks, found[1], waiting, gone)
     if len(states) == 1:
-        return Laggard((states[0].rank,), _doing(states[0]))
+        alone = states[0]
+        return Laggard((alone.rank,), f"is in {alone.place}" if alone.place else _doing(alone))
     inside = {s.inside or s.place for s in states}
     return Laggard((), f"all ranks are in {' or '.join(sorted(filter(None, inside)))}")
 
