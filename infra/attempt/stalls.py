@@ -267,8 +267,10 @@ def _begins(before: Any, report: Any) -> bool:
 class RankState:
     """One rank when the stage stood still.
 
-    ``silent_s`` is the time since it last sent its counts; ``in_collective`` what its stack shows
-    (None: unknown), ``place`` its innermost function. ``enqueued`` and ``kernel`` are its last NCCL
+    ``visits`` counts the phases that it has begun, ``frames`` are its main thread's (file, line,
+    function), outermost first. ``silent_s`` is the time since it last sent its counts;
+    ``in_collective`` what its stack shows (None: unknown), ``place`` its innermost function.
+    ``enqueued`` and ``kernel`` are its last NCCL
     collective; ``on_disk``: the kernel waits for a disk or a file system on its behalf.
     """
 
@@ -278,7 +280,9 @@ class RankState:
     phase: str = ""
     calls: int = 0
     inside: str = ""
+    visits: int = 0
     recent: Sequence[str] = ()
+    frames: Sequence[tuple[str, int, str]] = ()
     silent_s: float = 0.0
     here: bool = True
     in_collective: bool | None = None
@@ -350,13 +354,28 @@ def _skipped(states: Sequence[RankState]) -> _Found:
     else:  # as many in one as in the other: who does what it never did after the same calls?
         odd = [s for s in inside if not is_usual(s.recent)]
         if not odd or len(odd) == len(inside):
-            ahead = max((s.step, s.phase != inside[0].phase) for s in inside)
-            odd = [s for s in inside if (s.step, s.phase != inside[0].phase) == ahead]
+            odd = _ahead(inside)
     if not odd or len(odd) == len(states):
         return None
     others = sorted({s.inside for s in states if s not in odd})
     left = f"it waits in {odd[0].inside}, the others in {' or '.join(others)}"
     return odd, f"has left out a collective: {left}"
+
+
+def _ahead(states: Sequence[RankState]) -> list[RankState]:
+    """Ranks that are further in the program than others: by phases begun, else by the line of the
+    innermost function that they share."""
+    most = max(s.visits for s in states)
+    if any(s.visits < most for s in states):
+        return [s for s in states if s.visits == most]
+    lines = list(zip(*(s.frames for s in states), strict=False))
+    for frames in lines:  # outermost first
+        if len({(file, function) for file, _, function in frames}) > 1:
+            return []
+        last = max(line for _, line, _ in frames)
+        if any(line < last for _, line, _ in frames):
+            return [s for s, (_, line, _) in zip(states, frames, strict=True) if line == last]
+    return []
 
 
 def _behind(states: Sequence[RankState]) -> _Found:

@@ -3,10 +3,15 @@ hundred."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from infra.store.workspace import Workspace
+from tests.support.command import ROOT, environment
 from tests.support.hangs import FaultLab, FaultVerdict, PlannedFault
 
 FAULTS = (
