@@ -33,6 +33,8 @@ class Pulse:
         Name of the collective that it waits in; empty outside of one.
     moved
         Forward passes, updates and finished collectives.
+    nccl
+        Whether this process communicates by NCCL.
     recent
         Names of the last collectives, oldest first.
     """
@@ -40,7 +42,7 @@ class Pulse:
     def __init__(self) -> None:
         self.step, self.phase = 0, ""
         self.calls = self.moved = self.visits = 0
-        self.inside = ""
+        self.inside, self.nccl = "", False
         self.recent: deque[str] = deque(maxlen=_RECENT)
 
     def at(self, step: int, phase: str) -> None:
