@@ -19,7 +19,7 @@ import psutil
 
 from infra.attempt.stalls import RankState
 from infra.host.processes import host_name
-from infra.process.stacks import in_collective, place_of, stacks_of
+from infra.process.stacks import in_collective, main_frames, place_of, stacks_of
 from infra.store import atomic
 from refiner_core.training.pulse import PULSE
 
@@ -29,6 +29,8 @@ STACKS = "stacks.txt"
 _WAIT_S = 6.0
 #: Less than this between two looks is no work on files, bytes.
 _IDLE_BYTES = 1 << 20
+#: What a rank sends of its position.
+_COUNTS = ("step", "phase", "visits", "calls", "inside", "recent")
 
 
 class RankWatch:
@@ -124,7 +126,8 @@ class RankWatch:
         return RankState(
             rank=rank,
             host=str(beat["host"]),
-            **{name: beat[name] for name in ("step", "phase", "calls", "inside", "recent")},
+            **{name: beat[name] for name in _COUNTS},
+            frames=[] if stacks is None else main_frames(stacks)[::-1],
             silent_s=silent_s,
             here=pid is not None,
             in_collective=None if stacks is None else in_collective(stacks),

@@ -150,10 +150,15 @@ class StallClock:
     def report(self, lane: int, progress: Progress, now: float) -> None:
         """Take a progress report of a thread. A repeated one is no sign of life."""
         with self._lock:
-            own = self._own(now)
-            if progress.phase in _BEGINNINGS and self._phase_of(lane) != progress.phase:
-                for other in [n for n in self._lanes if n != lane]:  # ended with what came before
+            own, before = self._own(now), self._phase_of(lane)
+            begins = progress.phase in _BEGINNINGS
+            for other, known in list(self._lanes.items()):
+                if other == lane or before == progress.phase:
+                    continue
+                if begins:  # it ended with what came before
                     self._leave(self._lanes.pop(other), own)
+                elif known.phase == before != SAVE:  # a helper of the phase that ends
+                    self._lanes.pop(other)
             self._enter(lane, _named(progress), (progress.done, dict(progress.values)), own)
 
     def pulse(self, value: object, now: float) -> bool:
@@ -262,8 +267,10 @@ def _begins(before: Any, report: Any) -> bool:
 class RankState:
     """One rank when the stage stood still.
 
-    ``silent_s`` is the time since it last sent its counts; ``in_collective`` what its stack shows
-    (None: unknown), ``place`` its innermost function. ``enqueued`` and ``kernel`` are its last NCCL
+    ``visits`` counts the phases that it has begun, ``frames`` are its main thread's (file, line,
+    function), outermost first. ``silent_s`` is the time since it last sent its counts;
+    ``in_collective`` what its stack shows (None: unknown), ``place`` its innermost function.
+    ``enqueued`` and ``kernel`` are its last NCCL
     collective; ``on_disk``: the kernel waits for a disk or a file system on its behalf.
     """
 
@@ -273,7 +280,9 @@ class RankState:
     phase: str = ""
     calls: int = 0
     inside: str = ""
+    visits: int = 0
     recent: Sequence[str] = ()
+    frames: Sequence[tuple[str, int, str]] = ()
     silent_s: float = 0.0
     here: bool = True
     in_collective: bool | None = None
@@ -308,7 +317,8 @@ def find_laggard(states: Sequence[RankState]) -> Laggard:
             gone = rule is _silent and not found[0][0].here
             return Laggard(ranks, found[1], waiting, gone)
     if len(states) == 1:
-        return Laggard((states[0].rank,), _doing(states[0]))
+        alone = states[0]
+        return Laggard((alone.rank,), f"is in {alone.place}" if alone.place else _doing(alone))
     inside = {s.inside or s.place for s in states}
     return Laggard((), f"all ranks are in {' or '.join(sorted(filter(None, inside)))}")
 
@@ -344,13 +354,28 @@ def _skipped(states: Sequence[RankState]) -> _Found:
     else:  # as many in one as in the other: who does what it never did after the same calls?
         odd = [s for s in inside if not is_usual(s.recent)]
         if not odd or len(odd) == len(inside):
-            ahead = max((s.step, s.phase != inside[0].phase) for s in inside)
-            odd = [s for s in inside if (s.step, s.phase != inside[0].phase) == ahead]
+            odd = _ahead(inside)
     if not odd or len(odd) == len(states):
         return None
     others = sorted({s.inside for s in states if s not in odd})
     left = f"it waits in {odd[0].inside}, the others in {' or '.join(others)}"
     return odd, f"has left out a collective: {left}"
+
+
+def _ahead(states: Sequence[RankState]) -> list[RankState]:
+    """Ranks that are further in the program than others: by phases begun, else by the line of the
+    innermost function that they share."""
+    most = max(s.visits for s in states)
+    if any(s.visits < most for s in states):
+        return [s for s in states if s.visits == most]
+    lines = list(zip(*(s.frames for s in states), strict=False))
+    for frames in lines:  # outermost first
+        if len({(file, function) for file, _, function in frames}) > 1:
+            return []
+        last = max(line for _, line, _ in frames)
+        if any(line < last for _, line, _ in frames):
+            return [s for s, (_, line, _) in zip(states, frames, strict=True) if line == last]
+    return []
 
 
 def _behind(states: Sequence[RankState]) -> _Found:

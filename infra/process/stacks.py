@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,9 +45,14 @@ def was_asked() -> bool:
 
 
 def stacks_of(pids: Iterable[int]) -> dict[int, str]:
-    """Stacks by process; a process that offers none, or is gone, is missing."""
+    """Stacks by process; a process that offers none, or is gone, is missing. This process needs
+    no offer."""
     asked: dict[int, tuple[Path, int]] = {}
+    found: dict[int, str] = {}
     for pid in pids:
+        if pid == os.getpid():  # a handler here would read frames while they run
+            found[pid] = _own_stacks()
+            continue
         for path in _answers(pid):
             with contextlib.suppress(OSError):
                 asked[pid] = (path, path.stat().st_size)
@@ -55,12 +61,18 @@ def stacks_of(pids: Iterable[int]) -> dict[int, str]:
     while time.monotonic() < deadline and any(not _answered(*a) for a in asked.values()):
         time.sleep(0.05)
     time.sleep(0.2)  # the rest of the last answer
-    found = {}
     for pid, (path, before) in asked.items():
         with contextlib.suppress(OSError):
             if text := path.read_bytes()[before:].decode(errors="replace"):
                 found[pid] = text + _py_spy(pid)
     return found
+
+
+def _own_stacks() -> str:
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
 
 
 def _answered(path: Path, before: int) -> bool:

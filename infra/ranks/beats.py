@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -40,8 +39,7 @@ def _send(rank: int) -> None:
 def _nccl() -> dict[str, Any]:
     """The last NCCL collective of this rank; empty without NCCL. The recorder is read only once
     there is a reason: it stops nothing, but copies a few thousand entries."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    if not PULSE.nccl:
         return {}
     if not was_asked():
         return {"nccl": {}}

@@ -25,24 +25,29 @@ class Pulse:
     ----------
     step, phase
         As last reported: finished steps, and the part of the next one.
+    visits
+        Phases that have begun.
     calls
         Collectives that the main thread has entered.
     inside
         Name of the collective that it waits in; empty outside of one.
     moved
         Forward passes, updates and finished collectives.
+    nccl
+        Whether this process communicates by NCCL.
     recent
         Names of the last collectives, oldest first.
     """
 
     def __init__(self) -> None:
         self.step, self.phase = 0, ""
-        self.calls = self.moved = 0
-        self.inside = ""
+        self.calls = self.moved = self.visits = 0
+        self.inside, self.nccl = "", False
         self.recent: deque[str] = deque(maxlen=_RECENT)
 
     def at(self, step: int, phase: str) -> None:
         """Note the position in the training."""
+        self.visits += (step, phase) != (self.step, self.phase)
         self.step, self.phase = step, phase
 
     @contextmanager
@@ -62,7 +67,7 @@ class Pulse:
 
     def to_json(self) -> dict[str, Any]:
         """The counts as a JSON value."""
-        names = ("step", "phase", "calls", "inside", "moved")
+        names = ("step", "phase", "visits", "calls", "inside", "moved")
         return {**{name: getattr(self, name) for name in names}, "recent": list(self.recent)}
 
 

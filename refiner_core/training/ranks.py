@@ -137,6 +137,7 @@ class TorchRanks(Ranks):
             rank=self.rank,
             world_size=self.world,
         )
+        PULSE.nccl = cuda
         self._take_a_line()
 
     def __enter__(self) -> TorchRanks:

@@ -3,10 +3,15 @@ hundred."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from infra.store.workspace import Workspace
+from tests.support.command import ROOT, environment
 from tests.support.hangs import FaultLab, FaultVerdict, PlannedFault
 
 FAULTS = (
@@ -41,3 +46,21 @@ def test_rank_and_class_are_named_in_time(
         assert f"=== rank {fault.rank}" in stacks
         assert f"_{fault.kind}" in stacks, "the function that the lagging rank is in"
         assert f"_{fault.kind} (hanging_rank.py" in found.outcome.message  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_a_stage_in_one_process_names_the_function_that_it_is_in(tmp_path: Path) -> None:
+    worker = ROOT / "tests" / "support" / "stalling_worker.py"
+    done = subprocess.run(
+        [sys.executable, str(worker), str(tmp_path)], env=environment(), timeout=90
+    )
+    assert done.returncode == 1
+    workspace = Workspace.open(tmp_path)
+    (stage_id,) = workspace.stage_ids()
+    record = workspace.read_record(stage_id)
+    assert record is not None
+    outcome = record.attempts[-1].outcome
+    assert outcome is not None
+    assert (outcome.failure, outcome.decision, outcome.step) == ("hung", "resume", 6)
+    assert "in phase train" in outcome.message
+    assert "it is in stuck_reader (stalling_worker.py:" in outcome.message

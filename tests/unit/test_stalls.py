@@ -110,6 +110,15 @@ def test_a_struck_limit_is_raised_for_the_same_stage_alone() -> None:
             id="of two, the one that does what it never did",
         ),
         pytest.param(
+            [
+                RankState(0, calls=9, inside="broadcast", frames=[("a.py", 9, "f")]),
+                RankState(1, calls=9, inside="gather", frames=[("a.py", 7, "f")]),
+            ],
+            (0,),
+            False,
+            id="of two in a first step, the one that is further",
+        ),
+        pytest.param(
             [RankState(0, in_collective=True), RankState(1, in_collective=False)],
             (1,),
             False,
