@@ -46,9 +46,14 @@ from infra.services.process import (
     split_words,
     vllm_words,
 )
-from refiner_core.contract.config import ModelConfig, RecipeConfig, RolloutServerConfig
+from refiner_core.contract.config import (
+    EvaluateConfig,
+    ModelConfig,
+    RecipeConfig,
+    RolloutServerConfig,
+)
 from refiner_core.contract.errors import ConfigurationError, KilledError
-from refiner_core.contract.placement import placement_of, sampling_servers
+from refiner_core.contract.placement import placement_of, sampling_section, sampling_servers
 from refiner_core.contract.types import Endpoint
 from refiner_core.generation.vllm import extension
 from refiner_core.generation.vllm.admin import tolerance_of
@@ -458,41 +463,48 @@ def open_vllm(
 @contextmanager
 def open_sampler(
     config: RecipeConfig,
+    stage: str,
     model_ref: str,
     tokenizer: Any,
     workdir: Path,
     *,
+    window: int,
     should_stop: Callable[[], bool] = lambda: False,
     tell: Callable[[float], None] = lambda seconds: None,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Iterator[VllmGenerator]:
-    """Servers for a ``sample`` stage: a fixed model, no training, and all GPUs of
-    ``sample.resources`` for the servers.
+    """Servers for a stage ``sample`` or ``evaluate``: a fixed model, no training, and all GPUs of
+    the stage's resources for the servers.
 
     They are started on a copy of the model in memory, and verified by a canary that this process
-    scores on the CPU. See :func:`open_vllm` for the rest.
+    scores on the CPU. ``window`` is the largest number of tokens of a prompt and its answer. See
+    :func:`open_vllm` for the rest.
     """
-    view = sampling_view(config)
+    view = sampling_view(config, stage, window)
     with open_vllm(
         *(view, tokenizer, workdir),
         should_stop=should_stop,
         tell=tell,
         on_step=on_step,
-        server_gpus=sampling_servers(config),
+        server_gpus=sampling_servers(config, stage),
     ) as rollouts:
         rollouts.sync(_loaded(view.model, model_ref), "sampled")
         yield rollouts
 
 
-def sampling_view(config: RecipeConfig) -> RecipeConfig:
-    """The recipe for rollout servers of a ``sample`` stage: this process scores the canary on a
-    CPU, whatever kernel training uses."""
-    rule = config.sample
+def sampling_view(config: RecipeConfig, stage: str, window: int) -> RecipeConfig:
+    """The recipe for rollout servers of a stage ``sample`` or ``evaluate``: this process scores the
+    canary on a CPU, whatever kernel training uses."""
+    section = sampling_section(config, stage)
+    batch = (
+        section.batch_size if isinstance(section, EvaluateConfig) else section.generation_batch_size
+    )
     grpo = replace(
         config.grpo,
         generation_backend="vllm",
-        generation_batch_size=rule.generation_batch_size,
-        resources=rule.resources,
+        generation_batch_size=batch,
+        max_token_length=window,
+        resources=section.resources,
     )
     return replace(config, grpo=grpo, model=replace(config.model, attn_implementation="sdpa"))
 

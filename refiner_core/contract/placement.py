@@ -23,10 +23,16 @@ import importlib.util
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from refiner_core.contract.config import GrpoConfig, RecipeConfig, SftConfig
+from refiner_core.contract.config import (
+    EvaluateConfig,
+    GrpoConfig,
+    RecipeConfig,
+    SampleConfig,
+    SftConfig,
+)
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.fields import refuse_fields
-from refiner_core.contract.kinds import TRAINED_HERE
+from refiner_core.contract.kinds import KINDS, TRAINED_HERE
 
 #: Stages that train weights, in the recipe's order.
 TrainingStage = str
@@ -138,23 +144,36 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
     return Placement(nodes, processes, trainer_gpus, server_gpus, idle)
 
 
-def sampling_servers(config: RecipeConfig) -> tuple[tuple[int, ...], ...]:
-    """The GPUs of each rollout server of a ``sample`` stage, as numbers within its job's. Without
-    training there, servers share as many GPUs as divide evenly; without GPUs there are
-    ``grpo.vllm_num_engines`` of them.
+def sampling_section(config: RecipeConfig, stage: str) -> SampleConfig | EvaluateConfig:
+    """The configuration of a stage that samples and does not train: ``sample`` or ``evaluate``."""
+    section: SampleConfig | EvaluateConfig = getattr(config, stage)
+    return section
+
+
+def starts_servers(config: RecipeConfig, kind: str) -> bool:
+    """True if stages of a kind start rollout servers."""
+    section = KINDS[kind].samples_with if kind in KINDS else ""
+    return bool(section) and getattr(config, section).generation_backend == "vllm"
+
+
+def sampling_servers(config: RecipeConfig, stage: str) -> tuple[tuple[int, ...], ...]:
+    """The GPUs of each rollout server of a stage ``sample`` or ``evaluate``, as numbers within its
+    job's. Without training there, servers share as many GPUs as divide evenly; without GPUs there
+    are ``grpo.vllm_num_engines`` of them.
 
     Raises
     ------
     ConfigurationError
         Not one server fits.
     """
-    gpus, width = config.sample.resources.gpus, config.grpo.vllm_tensor_parallel_size
+    asked, width = f"{stage}.resources.gpus", config.grpo.vllm_tensor_parallel_size
+    gpus = sampling_section(config, stage).resources.gpus
     refuse_fields(
         config,
         gpus < width and not (gpus == 0 and width == 1),
-        "sample.resources.gpus grpo.vllm_tensor_parallel_size",
-        f"sample.resources.gpus >= {width}, for one rollout server",
-        f"set sample.resources.gpus={width}, or grpo.vllm_tensor_parallel_size=1",
+        f"{asked} grpo.vllm_tensor_parallel_size",
+        f"{asked} >= {width}, for one rollout server",
+        f"set {asked}={width}, or grpo.vllm_tensor_parallel_size=1",
     )
     if not gpus:
         return ((),) * config.grpo.vllm_num_engines

@@ -81,7 +81,7 @@ from refiner_core.evaluation.run import (
     units_of,
 )
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.samples import PlannedSample, sample_episodes
+from refiner_core.samples import OpenServers, PlannedSample, sample_episodes
 
 _Row = dict[str, Any]
 
@@ -105,6 +105,7 @@ def evaluate_episodes(
     judge: Judge | None = None,
     generator: Generator | TurnGenerator | None = None,
     tokenizer: Any = None,
+    open_servers: OpenServers | None = None,
     environment: Environment | None = None,
     protocol_file: str = "",
 ) -> dict[str, Any]:
@@ -139,19 +140,24 @@ def evaluate_episodes(
     environment = environment or open_environment(config, evaluation=True, judge=judge)
     units = units_of(config, tasks, DO_NOTHING, whole=environment.deterministic)
     reporter = BatchReporter(io, sum(len(unit.wanted) for unit in units), "samples")
-    generator, tokenizer = open_generator(config, model_ref, reporter, generator, tokenizer)
-    work = _Attempts(
-        config=config,
-        batches=[unit.wanted for unit in units],
+    with open_generator(
+        *(config, model_ref, reporter, config.grpo.max_token_length),
         generator=generator,
         tokenizer=tokenizer,
-        io=io,
-        reporter=reporter,
-        folder=output_dir / FOLDER,
-        units=units,
-        environment=environment,
-    )
-    made = rows_of(work, units)
+        open_servers=open_servers,
+    ) as (generator, tokenizer):
+        work = _Attempts(
+            config=config,
+            batches=[unit.wanted for unit in units],
+            generator=generator,
+            tokenizer=tokenizer,
+            io=io,
+            reporter=reporter,
+            folder=output_dir / FOLDER,
+            units=units,
+            environment=environment,
+        )
+        made = rows_of(work, units)
     domains = domains_of(task.sample_id for task in tasks)
     attempts = {unit.key: asked(config, unit.decoding) for unit in units}
     rows = {key: with_tasks(found, attempts[key], domains) for key, found in made.items()}

@@ -226,7 +226,7 @@ def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
             f"{folder.parent}: {error}",
             expected="memory for two versions of the weights",
             fix="set grpo.rollout_server.weights_dir to a folder with more space, or give the job "
-            "more memory (grpo.resources.memory_gb): files in /dev/shm count as memory",
+            "more memory (resources.memory_gb): files in /dev/shm count as memory",
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
