@@ -4,10 +4,9 @@ In: a recipe's configuration and a training stage. Out: a :class:`Placement`, th
 launching processes, starting servers, checking a plan and forecasting memory; and with a model's
 shape a :class:`MemoryNeed`, by process, part by part.
 
-All nodes run the same number of processes. All rollout servers are on the first node: they
-listen on loopback and take weights through its memory, and only rank 0, which is there, talks to
-them. Their share of GPUs is therefore idle on further nodes, which is reported when a plan is made.
-Processes take the first GPUs of a node and servers the last; with `rollout_server.colocate`
+All nodes run the same number of processes and of rollout servers, which take weights through their
+node's memory; only rank 0 talks to servers. GPUs that neither takes are reported when a plan is
+made. Processes take the first GPUs of a node and servers the last; with `rollout_server.colocate`
 servers take the first ones, too.
 
 Weights, gradients, optimiser and further copies of the model follow from sizes and ZeRO stage;
@@ -79,8 +78,7 @@ class Placement:
         GPUs of a node's processes, by local rank, as numbers within the job's GPUs on that node;
         empty without GPUs.
     server_gpus
-        GPUs of each rollout server, all on the first node; one entry per server, empty ones
-        without GPUs.
+        GPUs of each rollout server of a node; one entry per server, empty ones without GPUs.
     idle_gpus
         Unused GPUs, on all nodes together.
     """
@@ -98,8 +96,8 @@ class Placement:
 
     @property
     def servers(self) -> int:
-        """Number of rollout servers."""
-        return len(self.server_gpus)
+        """Rollout servers on all nodes together."""
+        return self.nodes * len(self.server_gpus)
 
 
 def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
@@ -140,8 +138,7 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
         for i in range(servers)
     )
     used = {*trainer_gpus, *(gpu for one in server_gpus for gpu in one)}
-    idle = (gpus - len(used)) + (nodes - 1) * (gpus - len(trainer_gpus))
-    return Placement(nodes, processes, trainer_gpus, server_gpus, idle)
+    return Placement(nodes, processes, trainer_gpus, server_gpus, nodes * (gpus - len(used)))
 
 
 def sampling_section(config: RecipeConfig, stage: str) -> SampleConfig | EvaluateConfig:
@@ -220,7 +217,7 @@ class MemoryNeed:
     on_host
         Bytes in the host's memory of each process.
     shared
-        Bytes in the host's memory of the first node, once.
+        Bytes in the host's memory of a node, once.
     processes
         Training processes on a node.
     """
@@ -238,7 +235,7 @@ class MemoryNeed:
 
     @property
     def host_bytes(self) -> int:
-        """The most in the host's memory of the first node."""
+        """The most in the host's memory of a node."""
         return self.processes * sum(self.on_host.values()) + sum(self.shared.values())
 
 

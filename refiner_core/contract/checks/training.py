@@ -68,8 +68,8 @@ def training_notes(config: RecipeConfig) -> list[str]:
         if found.idle_gpus:
             notes.append(
                 f"{found.idle_gpus} of the {section.resources.gpus * found.nodes} GPUs of {stage} "
-                f"stay idle: {found.nproc_per_node} processes on each of {found.nodes} nodes, and "
-                f"{found.servers} rollout servers on the first."
+                f"stay idle: each of {found.nodes} nodes has {found.nproc_per_node} processes and "
+                f"{len(found.server_gpus)} rollout servers."
             )
     for stage in ("sample", "evaluate"):
         if KINDS[stage] in kinds_of(config.stages):
