@@ -12,8 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,6 @@ import pytest
 
 from infra.host.processes import free_port
 from infra.process import watchdog
-from infra.process.child import mark_of
 from infra.ranks.messages import JOB_GPUS
 from infra.rollouts.servers import (
     EXTENSION,
@@ -45,7 +42,7 @@ from refiner_core.contract.errors import ConfigurationError, Interrupted, Killed
 from refiner_core.contract.records import from_json
 from refiner_core.contract.sections.steering import Resources
 from refiner_core.contract.sections.training import RolloutServerConfig
-from refiner_core.contract.types import Completion, Endpoint, SamplingParams
+from refiner_core.contract.types import Completion, SamplingParams
 from refiner_core.evaluation.metrics import load_samples
 from refiner_core.evaluation.results import load_results
 from refiner_core.evaluation.run import evaluate_model
@@ -59,6 +56,7 @@ from tests.support.tiny_training import furthest as furthest_of
 from tests.support.tiny_training import recipe, tiny_model, tiny_tokenizer
 from tests.support.users import STRANGER, needs_users, run_as
 from tests.support.vllm_fleet import requests, whole
+from tests.support.vllm_processes import control, marked, serving, status
 from tests.support.vllm_server import shim
 
 SERVER = Path(__file__).parents[1] / "support" / "vllm_server.py"
@@ -91,32 +89,9 @@ def opened(settings: RecipeConfig, work: Path, **more: Any) -> Iterator[VllmGene
         yield rollouts
 
 
-def marked(workdir: Path) -> list[psutil.Process]:
-    """Processes of the servers that were started with this folder."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            of = mark_of(process) or ""
-            if of.startswith(str(workdir)) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
-def serving(workdir: Path) -> list[psutil.Process]:
-    """Those of them that are servers."""
-    return [p for p in marked(workdir) if "vllm_server.py" in " ".join(p.cmdline())]
-
-
 def segment(pid: int) -> Path:
     """Shared memory of a test server."""
     return Path(f"/dev/shm/psm_refiner_{pid}")
-
-
-def control(endpoint: Endpoint, **settings: Any) -> None:
-    """Tell the tests' server how to behave."""
-    url = endpoint.url.removesuffix("/v1") + "/control"
-    with urllib.request.urlopen(url, json.dumps(settings).encode(), timeout=10):
-        pass
 
 
 @pytest.fixture
@@ -179,16 +154,6 @@ def test_a_server_that_is_killed_in_a_batch_changes_no_sample_and_leaves_nothing
     assert list(memory.iterdir()) == []
     assert len(pids) == 3
     assert not any(segment(pid).exists() for pid in pids)
-
-
-def status(url: str, authorization: str) -> int:
-    """The status of a POST."""
-    request = urllib.request.Request(url, b"{}", {"Authorization": authorization})
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
 
 
 def test_a_server_that_asks_for_no_key_is_not_used(
