@@ -76,8 +76,19 @@ class NodeWeights:
             It does not fit into memory.
         """
         self._written += 1
-        write_folder(model, self._tokenizer, self._folder / weights_name(self._written))
+        with _saved_here(model):
+            write_folder(model, self._tokenizer, self._folder / weights_name(self._written))
         shutil.rmtree(self._folder / weights_name(self._written - 1), ignore_errors=True)
+
+
+@contextmanager
+def _saved_here(model: Any) -> Iterator[None]:
+    """Let transformers write the model in this process: in a process group, rank 0 alone does."""
+    model.should_save_on_this_rank = lambda is_main_process: True
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
 
 
 class NodeServers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +15,14 @@ import pytest
 
 from infra.rollouts import nodes as on_nodes
 from infra.rollouts.nodes import open_on_nodes
+from infra.store.traces import read_metrics
 from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.errors import ConfigurationError, RefinerError, StageFailed
 from refiner_core.contract.sections.training import RolloutServerConfig
 from refiner_core.contract.types import SamplingParams
 from refiner_core.training.ranks import Ranks
 from refiner_core.training.rollouts.policies import ServedPolicy
+from tests.support.command import Stage, refiner
 from tests.support.tiny_training import furthest, recipe, tiny_model, tiny_tokenizer
 from tests.support.vllm_fleet import requests, whole
 from tests.support.vllm_processes import control, marked, serving, status
@@ -114,14 +117,15 @@ class Nodes:
         return SimpleNamespace(whole=lambda: whole(model), ranks=self.ranks[node])
 
 
-@pytest.fixture(autouse=True)
-def _as_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def as_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' server is the `vllm` that is found, and nodes have an address of their own."""
     monkeypatch.setenv("PATH", f"{shim(tmp_path / 'bin')}:/usr/bin:/bin")
     monkeypatch.setattr(on_nodes, "node_address", lambda: "127.0.0.2")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_nodes")
 def test_servers_of_both_nodes_sample_and_are_replaced_on_their_own(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     with nodes.opened() as policy:
@@ -151,6 +155,7 @@ def test_servers_of_both_nodes_sample_and_are_replaced_on_their_own(tmp_path: Pa
     assert [list(folder.iterdir()) for folder in nodes.memory] == [[], []]
 
 
+@pytest.mark.usefixtures("as_nodes")
 def test_an_unusable_folder_on_one_node_ends_all(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     nodes.memory[1] = tmp_path / "nothing"
@@ -160,9 +165,44 @@ def test_an_unusable_folder_on_one_node_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_nodes")
 def test_a_server_that_does_not_start_on_another_node_gives_its_reason(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, setup=("case $REFINER_OUTPUT in */1-0) echo no driver; exit 3;; esac",))
     with pytest.raises(StageFailed, match="no driver"), nodes.opened():
         pass
     assert [marked(work) for work in nodes.work] == [[], []]
     assert [list(folder.iterdir()) for folder in nodes.memory] == [[], []]
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("slurm")
+def test_a_job_on_two_nodes_samples_on_servers_of_both(
+    tmp_path: Path, small: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under ZeRO-3, so that weights are gathered for both nodes."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the nodes are one machine
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(json.dumps({"name": "test", "cpu_stages": "slurm"}))
+    done = refiner(
+        *("run", "tiny", f"workspace={tmp_path / 'runs'}", "--no-server", *small),
+        *("stages=[data,grpo]", "grpo.resources.nodes=2", "grpo.num_training_steps=3"),
+        *("grpo.deepspeed_stage=3", "grpo.generation_backend=vllm"),
+        f"grpo.rollout_server.setup=['export PATH={shim(tmp_path / 'bin')}:$PATH']",
+        *("dispatch.executor=slurm", f"dispatch.profile={profile}"),
+        *("dispatch.scheduler_poll_s=0.5", "dispatch.backoff_s=0.5"),
+        timeout_s=800,
+    )
+    assert done.code == 0, done.stderr
+    stage = Stage(tmp_path / "runs", "grpo")
+    report = stage.result()["report"]
+    assert (report["ranks"], report["nodes"], report["steps"]) == (2, 2, 3)
+    [attempt] = stage.attempts
+    lines = read_metrics(attempt / "metrics.jsonl")
+    # Of samples of either server: those of another model would be far off.
+    assert all(line.metrics.get("val/sampler_logprob_gap", 0) < 1e-3 for line in lines)
+    log = (attempt / "log.txt").read_text()
+    assert "[rollouts] " in log
+    assert "[rank 1] [rollouts 1] " in log
+    assert not marked(stage.folder)
