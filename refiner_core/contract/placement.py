@@ -306,7 +306,8 @@ def _sampling(config: RecipeConfig, model: ModelShape, world: int, weights: int)
     """Further copies of the model in each process; keys and values of samples decoded together,
     prompts once per group."""
     grpo, group = config.grpo, config.grpo.num_samples_per_prompt_rollout
-    copies = {"reference": weights if grpo.beta else 0}
+    sharded = grpo.deepspeed_stage == 3
+    copies = {"reference": _share(weights, world, sharded) if grpo.beta else 0}
     if grpo.generation_backend != "transformers":
         return copies
     here = -(-grpo.num_unique_prompts_rollout * group // world)
