@@ -48,6 +48,7 @@ from refiner_core.contract.types import (
     Generator,
     Judge,
     OnCompletion,
+    PromptRow,
     RewardResult,
     SamplingParams,
     StageIO,
@@ -129,14 +130,7 @@ def evaluate_episodes(
     EnvironmentOutage
         The infrastructure ended more than ``environment.max_error_share`` of the attempts.
     """
-    found = load_prompts(data_dir / "rl_test.parquet")
-    tasks = over_domains(found, config.evaluate.max_prompts)
-    if not tasks:
-        raise DataError(
-            f"{data_dir / 'rl_test.parquet'} holds no tasks to evaluate on",
-            expected="at least one held-out task",
-            fix="name another environment.test_split or other environment.domains",
-        )
+    tasks = _held_out(config, data_dir / "rl_test.parquet")
     environment = environment or open_environment(config, evaluation=True, judge=judge)
     units = units_of(config, tasks, DO_NOTHING, whole=environment.deterministic)
     reporter = BatchReporter(io, sum(len(unit.wanted) for unit in units), "samples")
@@ -177,6 +171,18 @@ def evaluate_episodes(
         texts=TEXTS,
         episodes=told,
     )
+
+
+def _held_out(config: RecipeConfig, path: Path) -> list[PromptRow]:
+    """The tasks to evaluate on."""
+    tasks = over_domains(load_prompts(path), config.evaluate.max_prompts)
+    if not tasks:
+        raise DataError(
+            f"{path} holds no tasks to evaluate on",
+            expected="at least one held-out task",
+            fix="name another environment.test_split or other environment.domains",
+        )
+    return tasks
 
 
 @dataclass(eq=False, kw_only=True)
