@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -139,7 +140,14 @@ def judge_meter(
     return usage
 
 
-def load_generator(
+#: Starts servers of a fixed model for its tokenizer, sequences of at most so many tokens, and a
+#: callback as :meth:`~refiner_core.generation.reporting.BatchReporter.step`; its block ends them.
+OpenServers = Callable[
+    [Any, int, Callable[[int, int], None]], AbstractContextManager[Generator | TurnGenerator]
+]
+
+
+def opened_generator(
     config: RecipeConfig,
     model_ref: str,
     tokenizer: Any,
@@ -147,12 +155,24 @@ def load_generator(
     *,
     batch_size: int,
     reporter: BatchReporter,
-) -> Generator:
-    """A generator over a model in this process, on the device requested by ``resources``."""
+    window: int,
+    given: Generator | TurnGenerator | None = None,
+    open_servers: OpenServers | None = None,
+) -> AbstractContextManager[Any]:
+    """The given generator; else one over servers if ``open_servers`` is given; else one over a
+    model in this process, on the device requested by ``resources``.
+
+    ``window`` is the largest number of tokens of a prompt and its answer, or of an episode.
+    """
+    if given is not None:
+        return nullcontext(given)
+    on_step = reporter.turn if config.environment.name else reporter.step
+    if open_servers is not None:
+        return open_servers(tokenizer, window, on_step)
     from refiner_core.generation.load import device_for, load_model, set_threads
     from refiner_core.generation.transformers_backend import TransformersGenerator
 
     set_threads(config.model)
     loaded = load_model(model_ref, config.model).to(device_for(resources))
-    on_step = reporter.turn if config.environment.name else reporter.step
-    return TransformersGenerator(loaded, tokenizer, batch_size=batch_size, on_step=on_step)
+    made = TransformersGenerator(loaded, tokenizer, batch_size=batch_size, on_step=on_step)
+    return nullcontext(made)

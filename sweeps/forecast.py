@@ -62,7 +62,8 @@ SHAPE_FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "evaluate": (
         *_MODEL,
-        *("evaluate.decoding", "evaluate.num_samples", "grpo.response_length"),
+        *("evaluate.generation_backend", "evaluate.decoding", "evaluate.num_samples"),
+        "grpo.response_length",
         *_JUDGE,
     ),
     "data": ("data.rl_split", "data.sft_split", "data.max_sft_rows", "data.max_rl_rows",

@@ -23,6 +23,7 @@ from refiner_core.contract.placement import (
     MemoryNeed,
     ModelShape,
     section_of,
+    starts_servers,
     training_memory,
 )
 from refiner_core.contract.plan import Plan
@@ -136,8 +137,7 @@ def _programs(
     config: RecipeConfig, kinds: Collection[str]
 ) -> Iterator[tuple[RolloutServerConfig | ServeConfig, str, str]]:
     """The section, its name and the engine of each server that stages of these kinds start."""
-    grpo = "grpo" in kinds and config.grpo.generation_backend == "vllm"
-    if grpo or ("sample" in kinds and config.sample.generation_backend == "vllm"):
+    if any(starts_servers(config, kind) for kind in kinds):
         yield config.grpo.rollout_server, "grpo.rollout_server", "vllm"
     engine = engine_of(config.judge)
     asked = any(asks_judge(config, kind) for kind in kinds)

@@ -29,7 +29,6 @@ from refiner_core.contract.placement import (
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
-    from refiner_core.generation.vllm.client import VllmGenerator
     from refiner_core.training.engines.protocol import Engine
     from refiner_core.training.ranks import Ranks
 
@@ -93,7 +92,7 @@ def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> 
     from flows.stages.judging import judge_for
     from refiner_core.training.grpo import train_grpo
 
-    first = ranks is None or ranks.rank == 0
+    first, on_nodes = ranks is None or ranks.rank == 0, placement_of(work.config, stage).nodes > 1
     with judge_for(work) if first else nullcontext((None, None)) as (judge, io):
         return train_grpo(
             work.config,
@@ -102,22 +101,25 @@ def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> 
             output_dir=work.output_dir,
             io=io,
             judge=judge,
-            open_servers=partial(_rollout_servers, work) if first else None,
+            open_servers=partial(_rollout_servers, work) if first or on_nodes else None,
             ranks=ranks,
         )
 
 
-def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[VllmGenerator]:
-    """The stage's own vLLM servers, as children of this process."""
+def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[Any]:
+    """The stage's own vLLM servers, as children of this process; with several nodes, of the first
+    rank on each, and all ranks call it together."""
+    from infra.rollouts.nodes import open_on_nodes
     from infra.rollouts.servers import open_vllm
 
-    return open_vllm(
-        work.config,
-        engine.tokenizer,
-        work.workspace.layout.stage(work.stage_id).control,  # the same in every attempt
-        should_stop=work.io.should_stop,
-        tell=work.starts("starting rollout servers"),
-    )
+    control = work.workspace.layout.stage(work.stage_id).control  # the same in every attempt
+    given: dict[str, Any] = {}
+    if engine.ranks.rank == 0:
+        tell = work.starts("starting rollout servers")
+        given = {"should_stop": work.io.should_stop, "tell": tell}
+    if placement_of(work.config, "grpo").nodes > 1:
+        return open_on_nodes(work.config, engine.tokenizer, control, engine.ranks, **given)
+    return open_vllm(work.config, engine.tokenizer, control, **given)
 
 
 def _train_in_ranks(work: StageWork, placement: Placement) -> dict[str, Any]:

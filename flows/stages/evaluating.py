@@ -25,6 +25,7 @@ def run_evaluate(work: StageWork) -> dict[str, Any]:
         "model_name": work.spec.model,
         "output_dir": work.output_dir,
         "protocol_file": protocol_name(work.spec.name),
+        "open_servers": work.sampling_servers("evaluate"),
     }
     environment = work.config.environment
     if not environment.name:

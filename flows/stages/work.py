@@ -17,7 +17,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infra.jobs.signals import AttemptClosed
 from infra.store.workspace import Workspace
@@ -26,6 +26,9 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.records import StageSpec
 from refiner_core.contract.types import Progress, StageIO
+
+if TYPE_CHECKING:
+    from refiner_core.samples import OpenServers
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,26 @@ class StageWork:
     def starts(self, what: str) -> Callable[[float], None]:
         """Callback that reports as progress for how many seconds something has been starting."""
         return lambda s: self.io.progress(Progress(0, 0, what, {"seconds": round(s)}))
+
+    def sampling_servers(self, section: str) -> OpenServers | None:
+        """The stage's own vLLM servers of a fixed model, as children of this process; None if the
+        section samples with transformers."""
+        if getattr(self.config, section).generation_backend != "vllm":
+            return None
+
+        def opened(tokenizer: Any, window: int, on_step: Callable[[int, int], None]) -> Any:
+            from infra.rollouts.servers import open_sampler
+
+            return open_sampler(
+                *(self.config, section, self.model_ref, tokenizer),
+                self.workspace.layout.stage(self.stage_id).control,  # the same in every attempt
+                window=window,
+                should_stop=self.io.should_stop,
+                tell=self.starts("starting rollout servers"),
+                on_step=on_step,
+            )
+
+        return opened
 
     def check_fence(self, what: str) -> None:
         """Refuse to continue if there is a newer attempt; ``what`` ends then.

@@ -32,7 +32,9 @@ from infra.slurm.profiles import Profile, load_profile
 from infra.store.atomic import TEMPORARY
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import kinds_of
+from refiner_core.contract.placement import starts_servers
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.services import asks_judge, engine_of, serves
 
@@ -156,14 +158,22 @@ class SystemInfo:
         if not self.recipe:
             given = config.grpo.rollout_server != RecipeConfig().grpo.rollout_server
             return given or config.grpo.generation_backend == "vllm"
-        sampling = [k.samples_with for k in kinds_of(config.stages) if k.samples_with]
-        return any(getattr(config, s).generation_backend == "vllm" for s in sampling)
+        return any(starts_servers(config, kind.name) for kind in kinds_of(config.stages))
+
+    @property
+    def rollout_gpus(self) -> int:
+        """The most GPUs of a stage that starts vLLM servers for rollouts."""
+        config = self.config
+        kinds = [k for k in kinds_of(config.stages) if starts_servers(config, k.name)]
+        sections = [k.samples_with for k in kinds] or ["grpo"]
+        return max(int(get_field(config, f"{name}.resources.gpus")) for name in sections)
 
     @property
     def serves_here(self) -> bool:
         """True if servers of models would be started on the examined machine."""
         kinds = [s.kind for s in self.here(self.stages)]
-        return self.on_node or not self.on_slurm or bool({"grpo", "sample"}.intersection(kinds))
+        served = any(starts_servers(self.config, kind) for kind in kinds)
+        return self.on_node or not self.on_slurm or served
 
     @property
     def judge_engine(self) -> str:

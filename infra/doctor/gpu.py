@@ -141,7 +141,7 @@ _LIMIT_S = _IMPORT_S + 5
 def _rollouts(info: SystemInfo) -> CheckResult | None:
     if info.rollout_servers:
         program = ServerProgram(info.config.grpo.rollout_server, "grpo.rollout_server", "vllm")
-        return _environment(info, program, info.config.grpo.resources.gpus)
+        return _environment(info, program, info.rollout_gpus)
     if info.on_node:
         return None
     if path := shutil.which("vllm"):

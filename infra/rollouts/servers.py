@@ -47,10 +47,15 @@ from infra.services.process import (
     split_words,
     vllm_words,
 )
-from refiner_core.contract.config import ModelConfig, RecipeConfig, RolloutServerConfig
+from refiner_core.contract.config import (
+    EvaluateConfig,
+    ModelConfig,
+    RecipeConfig,
+    RolloutServerConfig,
+)
 from refiner_core.contract.errors import ConfigurationError, KilledError
-from refiner_core.contract.placement import placement_of, sampling_servers
-from refiner_core.contract.types import Endpoint
+from refiner_core.contract.placement import placement_of, sampling_section, sampling_servers
+from refiner_core.contract.types import Endpoint, RolloutServers
 from refiner_core.generation.vllm import extension
 from refiner_core.generation.vllm.admin import tolerance_of
 from refiner_core.generation.vllm.client import VllmGenerator
@@ -64,6 +69,7 @@ EXTENSION = "refiner_vllm_extension.CompleteReload"
 MIDDLEWARE = "refiner_vllm_extension.KeyOnEveryRoute"
 #: How long a server that is asked to end continues its requests, seconds.
 SHUTDOWN_S = 5
+LOOPBACK = "127.0.0.1"
 #: Token limit of one pass of a server without GPUs.
 _CPU_BATCHED_TOKENS = 4096
 #: Settings of our launcher of ranks, which a server must not see.
@@ -292,6 +298,10 @@ class LocalRolloutServers:
     memory
         A folder that is removed however this process ends
         (:func:`~infra.rollouts.servers.memory_folder`), and with it the servers' shared memory.
+    host
+        Address at which they listen.
+    node
+        Number of this node within the job.
     should_stop
         Whether this process was asked to end, during a wait for a server.
     tell
@@ -301,6 +311,8 @@ class LocalRolloutServers:
     config: RecipeConfig
     places: Sequence[ServerResources]
     memory: Path
+    host: str = LOOPBACK
+    node: int = 0
     should_stop: Callable[[], bool] = lambda: False
     tell: Callable[[float], None] = lambda seconds: None
 
@@ -343,6 +355,10 @@ class LocalRolloutServers:
             )
         return self._start(index, weights)
 
+    def weights_of(self, index: int, weights: Path) -> str:
+        """The folder itself: they are on its node."""
+        return str(weights)
+
     def close(self) -> None:
         """End all of them, even while another thread waits for one to start."""
         self._closing.set()
@@ -369,12 +385,14 @@ class LocalRolloutServers:
             with self._telling:
                 self.tell(waited_s)
 
-        many = len(self.places) > 1
+        number = index + self.node * len(self.places)
+        many = len(self.places) > 1 or number > 0
         server = self._running[index] = _RolloutServer(
             *(self.config, self.places[index], weights),
-            name=f"Rollout server {index}" if many else "The rollout server",
+            name=f"Rollout server {number}" if many else "The rollout server",
             key=self.places[index].key,
-            prefix=f"[rollouts {index}] " if many else "[rollouts] ",
+            host=self.host,
+            prefix=f"[rollouts {number}] " if many else "[rollouts] ",
             should_stop=lambda: self.should_stop() or self._closing.is_set(),
             tell=tell,
         )
@@ -394,7 +412,7 @@ def open_vllm(
     on_step: Callable[[int, int], None] | None = None,
     server_gpus: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[VllmGenerator]:
-    """Rollouts from this node's share of ``grpo.vllm_num_engines`` servers.
+    """Rollouts from ``grpo.vllm_num_engines`` servers of this node.
 
     Parameters
     ----------
@@ -419,81 +437,119 @@ def open_vllm(
     ConfigurationError
         ``grpo.rollout_server.weights_dir`` is not usable.
     """
-    grpo, server = config.grpo, config.grpo.rollout_server
     gpus = placement_of(config, "grpo").server_gpus if server_gpus is None else server_gpus
+    opened = local_servers(config, workdir, gpus, should_stop=should_stop, tell=tell)
+    with opened as servers:
+        yield vllm_generator(config, servers, servers.memory, tokenizer, on_step)
+
+
+@contextmanager
+def local_servers(
+    config: RecipeConfig,
+    workdir: Path,
+    gpus: Sequence[Sequence[int]],
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    tell: Callable[[float], None] = lambda seconds: None,
+    host: str = LOOPBACK,
+    node: int = 0,
+) -> Iterator[LocalRolloutServers]:
+    """This node's servers, none of them started yet, and their folder in memory; the block's end
+    ends them. ``gpus`` are those of each, other parameters as of :func:`open_vllm` and
+    :class:`LocalRolloutServers`."""
     kill_stale_processes(workdir / MARK_NAME)
-    with memory_folder(Path(server.weights_dir)) as folder:
+    with memory_folder(Path(config.grpo.rollout_server.weights_dir)) as folder:
         shutil.copytree(Path(extension.__file__).parent, folder / "extension")
         key = secrets.token_urlsafe(32)
         places = [
             ServerResources(
                 gpus=visible(numbers) if numbers else "",
                 extension=folder / "extension",
-                mark=workdir / MARK_NAME / str(index),
+                mark=workdir / MARK_NAME / f"{node}-{index}",
                 key=key,
             )
             for index, numbers in enumerate(gpus)
         ]
-        servers = LocalRolloutServers(config, places, folder, should_stop=should_stop, tell=tell)
-        weights = WeightSync(
-            servers,
-            folder,
-            tokenizer,
-            tolerance=tolerance_of(server.canary_tolerance, config.model.dtype),
-            window=grpo.max_token_length,
-            timeout_s=server.start_timeout_s,
-        )
-        generator = VllmGenerator(
-            weights,
-            window=grpo.max_token_length,
-            in_flight=2 * grpo.generation_batch_size,
-            silence_s=server.request_timeout_s,
-            on_step=on_step,
+        servers = LocalRolloutServers(
+            *(config, places, folder, host, node), should_stop=should_stop, tell=tell
         )
         try:
-            yield generator
+            yield servers
         finally:
             servers.close()
+
+
+def vllm_generator(
+    config: RecipeConfig,
+    servers: RolloutServers,
+    folder: Path,
+    tokenizer: Any,
+    on_step: Callable[[int, int], None] | None = None,
+) -> VllmGenerator:
+    """A generator over servers; ``folder`` is this node's, in memory."""
+    grpo, server = config.grpo, config.grpo.rollout_server
+    weights = WeightSync(
+        servers,
+        folder,
+        tokenizer,
+        tolerance=tolerance_of(server.canary_tolerance, config.model.dtype),
+        window=grpo.max_token_length,
+        timeout_s=server.start_timeout_s,
+    )
+    return VllmGenerator(
+        weights,
+        window=grpo.max_token_length,
+        in_flight=2 * grpo.generation_batch_size,
+        silence_s=server.request_timeout_s,
+        on_step=on_step,
+    )
 
 
 @contextmanager
 def open_sampler(
     config: RecipeConfig,
+    stage: str,
     model_ref: str,
     tokenizer: Any,
     workdir: Path,
     *,
+    window: int,
     should_stop: Callable[[], bool] = lambda: False,
     tell: Callable[[float], None] = lambda seconds: None,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Iterator[VllmGenerator]:
-    """Servers for a ``sample`` stage: a fixed model, no training, and all GPUs of
-    ``sample.resources`` for the servers.
+    """Servers for a stage ``sample`` or ``evaluate``: a fixed model, no training, and all GPUs of
+    the stage's resources for the servers.
 
     They are started on a copy of the model in memory, and verified by a canary that this process
-    scores on the CPU. See :func:`open_vllm` for the rest.
+    scores on the CPU. ``window`` is the largest number of tokens of a prompt and its answer. See
+    :func:`open_vllm` for the rest.
     """
-    view = sampling_view(config)
+    view = sampling_view(config, stage, window)
     with open_vllm(
         *(view, tokenizer, workdir),
         should_stop=should_stop,
         tell=tell,
         on_step=on_step,
-        server_gpus=sampling_servers(config),
+        server_gpus=sampling_servers(config, stage),
     ) as rollouts:
         rollouts.sync(_loaded(view.model, model_ref), "sampled")
         yield rollouts
 
 
-def sampling_view(config: RecipeConfig) -> RecipeConfig:
-    """The recipe for rollout servers of a ``sample`` stage: this process scores the canary on a
-    CPU, whatever kernel training uses."""
-    rule = config.sample
+def sampling_view(config: RecipeConfig, stage: str, window: int) -> RecipeConfig:
+    """The recipe for rollout servers of a stage ``sample`` or ``evaluate``: this process scores the
+    canary on a CPU, whatever kernel training uses."""
+    section = sampling_section(config, stage)
+    batch = (
+        section.batch_size if isinstance(section, EvaluateConfig) else section.generation_batch_size
+    )
     grpo = replace(
         config.grpo,
         generation_backend="vllm",
-        generation_batch_size=rule.generation_batch_size,
-        resources=rule.resources,
+        generation_batch_size=batch,
+        max_token_length=window,
+        resources=section.resources,
     )
     return replace(config, grpo=grpo, model=replace(config.model, attn_implementation="sdpa"))
 

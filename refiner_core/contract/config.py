@@ -75,6 +75,10 @@ class EvaluateConfig:
     )
     bootstrap_samples: int = identity(2000, ge=1, doc="resamples behind each interval of a mean")
     seed: int = identity(1234, doc="sampling seed; the same for every run, so that arms pair up")
+    generation_backend: Literal["transformers", "vllm"] = added(
+        "transformers",
+        doc="sampling backend, part of the protocol; servers are those of grpo.rollout_server",
+    )
     batch_size: int = identity(
         256, ge=1, doc="samples decoded together; another number changes the order of sums"
     )

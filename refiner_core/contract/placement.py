@@ -4,10 +4,9 @@ In: a recipe's configuration and a training stage. Out: a :class:`Placement`, th
 launching processes, starting servers, checking a plan and forecasting memory; and with a model's
 shape a :class:`MemoryNeed`, by process, part by part.
 
-All nodes run the same number of processes. All rollout servers are on the first node: they
-listen on loopback and take weights through its memory, and only rank 0, which is there, talks to
-them. Their share of GPUs is therefore idle on further nodes, which is reported when a plan is made.
-Processes take the first GPUs of a node and servers the last; with `rollout_server.colocate`
+All nodes run the same number of processes and of rollout servers, which take weights through their
+node's memory; only rank 0 talks to servers. GPUs that neither takes are reported when a plan is
+made. Processes take the first GPUs of a node and servers the last; with `rollout_server.colocate`
 servers take the first ones, too. A judge beside the stage (`judge.serve.where=beside`) takes the
 last `judge.resources.gpus` of the first node.
 
@@ -24,10 +23,16 @@ import importlib.util
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from refiner_core.contract.config import GrpoConfig, RecipeConfig, SftConfig
+from refiner_core.contract.config import (
+    EvaluateConfig,
+    GrpoConfig,
+    RecipeConfig,
+    SampleConfig,
+    SftConfig,
+)
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.fields import refuse_fields
-from refiner_core.contract.kinds import TRAINED_HERE
+from refiner_core.contract.kinds import KINDS, TRAINED_HERE
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.services import is_service, judge_gpus
 
@@ -76,8 +81,7 @@ class Placement:
         GPUs of a node's processes, by local rank, as numbers within the job's GPUs on that node;
         empty without GPUs.
     server_gpus
-        GPUs of each rollout server, all on the first node; one entry per server, empty ones
-        without GPUs.
+        GPUs of each rollout server of a node; one entry per server, empty ones without GPUs.
     idle_gpus
         Unused GPUs, on all nodes together.
     judge_gpus
@@ -98,8 +102,8 @@ class Placement:
 
     @property
     def servers(self) -> int:
-        """Number of rollout servers."""
-        return len(self.server_gpus)
+        """Rollout servers on all nodes together."""
+        return self.nodes * len(self.server_gpus)
 
 
 def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
@@ -145,8 +149,7 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
         for i in range(servers)
     )
     used = {*trainer_gpus, *(gpu for one in server_gpus for gpu in one)}
-    elsewhere = section.resources.gpus - len(trainer_gpus)
-    idle = (gpus - len(used)) + (nodes - 1) * elsewhere
+    idle = nodes * (gpus - len(used)) + (nodes - 1) * len(judge)
     return Placement(nodes, processes, trainer_gpus, server_gpus, idle, judge)
 
 
@@ -187,24 +190,37 @@ def all_gpus(stage: PlannedStage) -> int:
     return stage.resources.gpus * stage.resources.nodes
 
 
-def sampling_servers(config: RecipeConfig) -> tuple[tuple[int, ...], ...]:
-    """The GPUs of each rollout server of a ``sample`` stage, as numbers within its job's. Without
-    training there, servers share as many GPUs as divide evenly; without GPUs there are
-    ``grpo.vllm_num_engines`` of them.
+def sampling_section(config: RecipeConfig, stage: str) -> SampleConfig | EvaluateConfig:
+    """The configuration of a stage that samples and does not train: ``sample`` or ``evaluate``."""
+    section: SampleConfig | EvaluateConfig = getattr(config, stage)
+    return section
+
+
+def starts_servers(config: RecipeConfig, kind: str) -> bool:
+    """True if stages of a kind start rollout servers."""
+    section = KINDS[kind].samples_with if kind in KINDS else ""
+    return bool(section) and getattr(config, section).generation_backend == "vllm"
+
+
+def sampling_servers(config: RecipeConfig, stage: str) -> tuple[tuple[int, ...], ...]:
+    """The GPUs of each rollout server of a stage ``sample`` or ``evaluate``, as numbers within its
+    job's. Without training there, servers share as many GPUs as divide evenly; without GPUs there
+    are ``grpo.vllm_num_engines`` of them.
 
     Raises
     ------
     ConfigurationError
         Not one server fits.
     """
-    judge, width = len(judge_numbers(config, "sample")), config.grpo.vllm_tensor_parallel_size
-    gpus = config.sample.resources.gpus - judge
+    asked, width = f"{stage}.resources.gpus", config.grpo.vllm_tensor_parallel_size
+    judge = len(judge_numbers(config, stage))
+    gpus = sampling_section(config, stage).resources.gpus - judge
     refuse_fields(
         config,
         gpus < width and not (gpus == 0 and width == 1),
-        "sample.resources.gpus grpo.vllm_tensor_parallel_size",
-        f"sample.resources.gpus >= {width + judge}, for one rollout server",
-        f"set sample.resources.gpus={width + judge}, or grpo.vllm_tensor_parallel_size=1",
+        f"{asked} grpo.vllm_tensor_parallel_size",
+        f"{asked} >= {width + judge}, for one rollout server",
+        f"set {asked}={width + judge}, or grpo.vllm_tensor_parallel_size=1",
     )
     if not gpus:
         return ((),) * config.grpo.vllm_num_engines
@@ -251,7 +267,7 @@ class MemoryNeed:
     on_host
         Bytes in the host's memory of each process.
     shared
-        Bytes in the host's memory of the first node, once.
+        Bytes in the host's memory of a node, once.
     processes
         Training processes on a node.
     """
@@ -269,7 +285,7 @@ class MemoryNeed:
 
     @property
     def host_bytes(self) -> int:
-        """The most in the host's memory of the first node."""
+        """The most in the host's memory of a node."""
         return self.processes * sum(self.on_host.values()) + sum(self.shared.values())
 
 
@@ -340,7 +356,8 @@ def _sampling(config: RecipeConfig, model: ModelShape, world: int, weights: int)
     """Further copies of the model in each process; keys and values of samples decoded together,
     prompts once per group."""
     grpo, group = config.grpo, config.grpo.num_samples_per_prompt_rollout
-    copies = {"reference": weights if grpo.beta else 0}
+    sharded = grpo.deepspeed_stage == 3
+    copies = {"reference": _share(weights, world, sharded) if grpo.beta else 0}
     if grpo.generation_backend != "transformers":
         return copies
     here = -(-grpo.num_unique_prompts_rollout * group // world)

@@ -10,8 +10,8 @@ it leaves out has refiner's default, not the recipe's. Otherwise an arm of a swe
 say, the form of its judge's questions would change the yardstick with it. ``data`` is another set
 to evaluate on, with all of its prompts held out; of ``grpo`` only named fields are fixed. An
 agent's user (``evaluate.user``) is fixed whole if a field of it is named, and is else the recipe's.
-Sections that it does not name are the recipe's, and so is the address of a judge that is the
-recipe's own model.
+Sections that it does not name are the recipe's, and so are the address of a judge that is the
+recipe's own model, and the sampling backend, by which the numbers' own fingerprint differs.
 """
 
 from __future__ import annotations

@@ -313,6 +313,9 @@ class RolloutServers(Protocol):
             Servers had to be replaced more often than the recipe allows.
         """
 
+    def weights_of(self, index: int, weights: Path) -> str:
+        """Path of a model folder as one of them reads it: on its own node."""
+
     def close(self) -> None:
         """End all of them, with their children."""
 

@@ -48,6 +48,7 @@ from refiner_core.contract.types import (
     Generator,
     Judge,
     OnCompletion,
+    PromptRow,
     RewardResult,
     SamplingParams,
     StageIO,
@@ -81,7 +82,7 @@ from refiner_core.evaluation.run import (
     units_of,
 )
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.samples import PlannedSample, sample_episodes
+from refiner_core.samples import OpenServers, PlannedSample, sample_episodes
 
 _Row = dict[str, Any]
 
@@ -105,6 +106,7 @@ def evaluate_episodes(
     judge: Judge | None = None,
     generator: Generator | TurnGenerator | None = None,
     tokenizer: Any = None,
+    open_servers: OpenServers | None = None,
     environment: Environment | None = None,
     protocol_file: str = "",
 ) -> dict[str, Any]:
@@ -128,30 +130,28 @@ def evaluate_episodes(
     EnvironmentOutage
         The infrastructure ended more than ``environment.max_error_share`` of the attempts.
     """
-    found = load_prompts(data_dir / "rl_test.parquet")
-    tasks = over_domains(found, config.evaluate.max_prompts)
-    if not tasks:
-        raise DataError(
-            f"{data_dir / 'rl_test.parquet'} holds no tasks to evaluate on",
-            expected="at least one held-out task",
-            fix="name another environment.test_split or other environment.domains",
-        )
+    tasks = _held_out(config, data_dir / "rl_test.parquet")
     environment = environment or open_environment(config, evaluation=True, judge=judge)
     units = units_of(config, tasks, DO_NOTHING, whole=environment.deterministic)
     reporter = BatchReporter(io, sum(len(unit.wanted) for unit in units), "samples")
-    generator, tokenizer = open_generator(config, model_ref, reporter, generator, tokenizer)
-    work = _Attempts(
-        config=config,
-        batches=[unit.wanted for unit in units],
+    with open_generator(
+        *(config, model_ref, reporter, config.grpo.max_token_length),
         generator=generator,
         tokenizer=tokenizer,
-        io=io,
-        reporter=reporter,
-        folder=output_dir / FOLDER,
-        units=units,
-        environment=environment,
-    )
-    made = rows_of(work, units)
+        open_servers=open_servers,
+    ) as (generator, tokenizer):
+        work = _Attempts(
+            config=config,
+            batches=[unit.wanted for unit in units],
+            generator=generator,
+            tokenizer=tokenizer,
+            io=io,
+            reporter=reporter,
+            folder=output_dir / FOLDER,
+            units=units,
+            environment=environment,
+        )
+        made = rows_of(work, units)
     domains = domains_of(task.sample_id for task in tasks)
     attempts = {unit.key: asked(config, unit.decoding) for unit in units}
     rows = {key: with_tasks(found, attempts[key], domains) for key, found in made.items()}
@@ -171,6 +171,18 @@ def evaluate_episodes(
         texts=TEXTS,
         episodes=told,
     )
+
+
+def _held_out(config: RecipeConfig, path: Path) -> list[PromptRow]:
+    """The tasks to evaluate on."""
+    tasks = over_domains(load_prompts(path), config.evaluate.max_prompts)
+    if not tasks:
+        raise DataError(
+            f"{path} holds no tasks to evaluate on",
+            expected="at least one held-out task",
+            fix="name another environment.test_split or other environment.domains",
+        )
+    return tasks
 
 
 @dataclass(eq=False, kw_only=True)

@@ -58,7 +58,8 @@ class Protocol:
     num_prompts: int
     decoding: Decoding
     sampling: Mapping[str, Any]
-    """Temperature, top_p, lengths, stop strings, and the seed if anything is sampled."""
+    """Temperature, top_p, lengths, stop strings, the seed if anything is sampled, and the engine
+    if it is not transformers."""
     samples_per_prompt: int
     judge: Mapping[str, Any]
     rubrics: Mapping[str, Any]
@@ -140,6 +141,8 @@ def make_protocol(
     else:  # a turn ends with its tool call; users and tools always use the seed
         context = config.grpo.max_token_length
         sampling |= {"stop_strings": [], "context_tokens": context, "seed": seed}
+    if config.evaluate.generation_backend != "transformers":  # other samples from the same seeds
+        sampling["engine"] = config.evaluate.generation_backend
     judged = environment is None or asked.nl_assertions == "judge"
     return Protocol(
         data=data_digest,

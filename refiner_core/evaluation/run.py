@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ from refiner_core.evaluation.results import MeasuredRows, write_results
 from refiner_core.generation.completions import completion_text
 from refiner_core.generation.reporting import BatchReporter
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
-from refiner_core.samples import PlannedSample, load_generator, sample_answers
+from refiner_core.samples import OpenServers, PlannedSample, opened_generator, sample_answers
 
 COPIER = "random_copier"
 FOLDER = ".batches"
@@ -94,25 +95,33 @@ def units_of(
     return units
 
 
+@contextmanager
 def open_generator(
     config: RecipeConfig,
     model_ref: str,
     reporter: BatchReporter,
+    window: int,
+    *,
     generator: Generator | TurnGenerator | None = None,
     tokenizer: Any = None,
-) -> tuple[Any, Any]:
-    """Generator and tokenizer: the given ones, else the model's, on the configured device."""
+    open_servers: OpenServers | None = None,
+) -> Iterator[tuple[Any, Any]]:
+    """Generator and tokenizer: the given ones, else the model's, on servers or on the configured
+    device. ``window`` as in :func:`~refiner_core.samples.opened_generator`."""
     from refiner_core.generation.load import load_tokenizer
 
     if tokenizer is None:
         tokenizer = load_tokenizer(model_ref, config.model)
     evaluate = config.evaluate
-    made = generator or load_generator(
+    with opened_generator(
         *(config, model_ref, tokenizer, evaluate.resources),
         batch_size=evaluate.batch_size,
         reporter=reporter,
-    )
-    return made, tokenizer
+        window=window,
+        given=generator,
+        open_servers=open_servers,
+    ) as made:
+        yield made, tokenizer
 
 
 def evaluate_model(
@@ -127,6 +136,7 @@ def evaluate_model(
     judge: Judge,
     generator: Generator | None = None,
     tokenizer: Any = None,
+    open_servers: OpenServers | None = None,
     protocol_file: str = "",
     mark: str = "",
 ) -> dict[str, Any]:
@@ -142,6 +152,8 @@ def evaluate_model(
         ``base``, ``sft``, ``grpo`` …: the ``stage`` of every row.
     generator, tokenizer
         Made from ``model_ref`` if not given.
+    open_servers
+        Starts servers instead of loading a model in this process.
     protocol_file
         Name of the protocol file of the configuration; empty for none.
     mark
@@ -172,23 +184,29 @@ def evaluate_model(
         )
     units = units_of(config, prompts, COPIER)
     reporter = BatchReporter(io, len(units), "samples")
-    generator, tokenizer = open_generator(config, model_ref, reporter, generator, tokenizer)
     fresh = None
     if mark and config.evaluate.fresh_reference and isinstance(judge, FreshJudge):
         fresh = judge.fresh(mark)
-    work = _Answers(
-        config=config,
-        batches=[unit.wanted for unit in units],
+    window = max(len(row.prompt_ids) for row in prompts) + config.grpo.response_length
+    with open_generator(
+        *(config, model_ref, reporter, window),
         generator=generator,
         tokenizer=tokenizer,
-        judge=judge,
-        io=io,
-        reporter=reporter,
-        folder=output_dir / FOLDER,
-        units=units,
-        reference_judge=fresh or judge,
-    )
-    rows = rows_of(work, units)
+        open_servers=open_servers,
+    ) as (generator, tokenizer):
+        work = _Answers(
+            config=config,
+            batches=[unit.wanted for unit in units],
+            generator=generator,
+            tokenizer=tokenizer,
+            judge=judge,
+            io=io,
+            reporter=reporter,
+            folder=output_dir / FOLDER,
+            units=units,
+            reference_judge=fresh or judge,
+        )
+        rows = rows_of(work, units)
     measured = [
         MeasuredRows(
             make_protocol(config, prompts, decoding, data_digest, protocol_file), rows[decoding]

@@ -39,7 +39,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,9 +89,10 @@ from refiner_core.rewards import RewardInput, RewardStream, require_scored
 from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
 from refiner_core.rubrics import select_rubrics
 from refiner_core.samples import (
+    OpenServers,
     PlannedSample,
     check_fit,
-    load_generator,
+    opened_generator,
     sample_answers,
     sample_episodes,
 )
@@ -366,11 +366,6 @@ def _episode_flaw(record: EpisodeRecord) -> Flaw:
     return "truncated" if record.ended in ("turn_limit", "context_limit") else ""
 
 
-#: Called about once per decoded token with (attempts finished, attempts of the batch).
-OnStep = Callable[[int, int], None]
-#: Opens a generator that calls ``on_step``, and closes it with its block.
-OpenGenerator = Callable[[Any, OnStep], AbstractContextManager[Generator]]
-
 _BATCHES = ".batches"
 
 
@@ -385,7 +380,7 @@ def sample_attempts(
     generator: Generator | None = None,
     tokenizer: Any = None,
     environment: Environment | None = None,
-    open_generator: OpenGenerator | None = None,
+    open_servers: OpenServers | None = None,
 ) -> dict[str, Any]:
     """Sample ``sample.attempts`` attempts at every training prompt, and keep the good ones.
 
@@ -399,9 +394,8 @@ def sample_attempts(
         Scores answers; in an agent's recipe only assertions in plain language.
     generator, tokenizer, environment
         Made from ``model_ref`` and the recipe if not given.
-    open_generator
-        Starts servers instead of a model in this process; called with the tokenizer and a
-        progress callback.
+    open_servers
+        Starts servers instead of loading a model in this process.
 
     Returns
     -------
@@ -424,21 +418,16 @@ def sample_attempts(
         from refiner_core.generation.load import load_tokenizer
 
         tokenizer = load_tokenizer(model_ref, config.model)
-    opened: AbstractContextManager[Generator]
-    if generator is None and open_generator is not None:
-        on_step = reporter.turn if config.environment.name else reporter.step
-        opened = open_generator(tokenizer, on_step)
-    else:
-        rule = config.sample
-        made = generator or load_generator(
-            *(config, model_ref, tokenizer, rule.resources),
-            batch_size=rule.generation_batch_size,
-            reporter=reporter,
-        )
-        opened = nullcontext(made)
     folder = output_dir / _BATCHES
     try:
-        with opened as sampler:
+        with opened_generator(
+            *(config, model_ref, tokenizer, config.sample.resources),
+            batch_size=config.sample.generation_batch_size,
+            reporter=reporter,
+            window=config.grpo.max_token_length,
+            given=generator,
+            open_servers=open_servers,
+        ) as sampler:
             if config.environment.name and environment is None:
                 environment = open_environment(config, evaluation=False, judge=judge)
             work = _Attempts(

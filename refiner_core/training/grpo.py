@@ -57,7 +57,6 @@ from refiner_core.training.updates import GrpoUpdate
 
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment
-    from refiner_core.generation.vllm.client import VllmGenerator
 
 TRAIN_FILE = "rl_train.parquet"
 #: Metrics whose curves the report keeps.
@@ -110,7 +109,8 @@ def train_grpo(
     ranks
         The processes that train together; None: this process alone.
     open_servers
-        Starts the servers of ``generation_backend=vllm``; None on ranks other than 0.
+        Starts the servers of ``generation_backend=vllm``; None on ranks other than 0, unless there
+        are servers on several nodes.
     environment
         For tests; default: the recipe's, opened on every rank that samples.
 
@@ -178,7 +178,8 @@ def _open_policy(
     if generator is not None:
         return Policy(generator, engine.whole)
     if config.grpo.generation_backend == "vllm":
-        return ServedPolicy(_open(open_servers, engine, stack))
+        opened = _open(open_servers, engine, stack)
+        return ServedPolicy(opened) if engine.ranks.rank == 0 else ServedPolicy(None, opened)
     if not config.grpo.async_steps:
         live = TransformersGenerator(engine.model, engine.tokenizer, batch_size=batch_size)
         return Policy(live, engine.whole)
@@ -190,20 +191,18 @@ def _open_policy(
     )
 
 
-def _open(
-    open_servers: OpenServers | None, engine: Engine, stack: ExitStack
-) -> VllmGenerator | None:
-    """Rank 0's servers; all ranks raise if they cannot be started."""
-    servers: VllmGenerator | None = None
+def _open(open_servers: OpenServers | None, engine: Engine, stack: ExitStack) -> Any:
+    """Rank 0's servers, and writers on other nodes; all ranks raise if one cannot be opened."""
+    opened: Any = None
     error: BaseException | None = None
-    if engine.ranks.rank == 0:
-        try:
-            assert open_servers is not None, "rank 0 of a recipe with servers needs open_servers"
-            servers = stack.enter_context(open_servers(engine))
-        except Exception as raised:
-            error = raised
+    try:
+        assert open_servers is not None or engine.ranks.rank, "rank 0 opens the servers"
+        if open_servers is not None:
+            opened = stack.enter_context(open_servers(engine))
+    except Exception as raised:
+        error = raised
     engine.ranks.all_or_none(error)
-    return servers
+    return opened
 
 
 class _Rollouts(NamedTuple):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,8 +26,7 @@ from refiner_core.training.batches import (
     sharing_pays,
     to_device,
 )
-from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.model.logprobs import TokenScores, token_scores
+from refiner_core.training.engines.protocol import Engine, Score
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.steps.health import HealthMonitor
 
@@ -184,7 +182,7 @@ class _Buffers:
 class GrpoUpdate:
     """Turns the rollouts of a step into optimiser steps.
 
-    ``reference`` is the frozen initial model, or None if ``beta`` is 0. ``health`` is consulted
+    ``reference`` scores by the frozen initial model, None if ``beta`` is 0. ``health`` is consulted
     before each optimiser step; ``moved`` counts the optimiser steps of the last :meth:`run`.
     ``longest``: the most tokens that a rollout can sample, used by the constant denominator;
     ``response_length`` if None.
@@ -193,7 +191,7 @@ class GrpoUpdate:
     def __init__(
         self,
         engine: Engine,
-        reference: Any,
+        reference: Score | None,
         grpo: GrpoConfig,
         seed: int,
         health: HealthMonitor | None = None,
@@ -251,7 +249,7 @@ class GrpoUpdate:
         elif moves:  # with a single optimiser step the policy equals the old one: ratio exactly 1
             old_F = self._score(self.engine.score, whole, tokens)
         if self.reference is not None:
-            reference_F = self._score(partial(token_scores, self.reference), whole, tokens)
+            reference_F = self._score(self.reference, whole, tokens)
         if self.engine.ranks.world > 1 and moves:  # packs move between ranks: all need all values
             if self.grpo.old_logprobs == "recomputed" and old_F is not None:
                 old_F = whole.merged(old_F)
@@ -265,9 +263,7 @@ class GrpoUpdate:
         )
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _score(
-        self, score: Callable[..., TokenScores], batches: _StepBatches, tokens: int
-    ) -> torch.Tensor:
+    def _score(self, score: Score, batches: _StepBatches, tokens: int) -> torch.Tensor:
         """(F,) log-probabilities by ``score``; 0 for tokens of other ranks."""
         flat_F = torch.zeros(tokens, device=self.engine.device)
         for batch in batches:

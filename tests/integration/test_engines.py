@@ -185,6 +185,10 @@ def test_recomputing_activations_and_reading_the_whole_model_change_nothing(foun
     assert case["generated"]
 
 
+def test_zero_3_reads_the_whole_model_on_the_first_rank_alone(found):
+    assert found["loads"] == [2, 0]
+
+
 def test_a_rank_whose_weights_went_astray_is_found(found):
     assert "rank 1" in found["unequal"]["said"]
     assert found["unequal"]["everywhere"]

@@ -113,7 +113,11 @@ def test_attempts_from_servers_are_equal(tmp_path: Path, monkeypatch: pytest.Mon
                 judge=LexicalJudge(),
                 tokenizer=tokenizer,
                 generator=stack.enter_context(
-                    open_sampler(config, str(tmp_path / "model"), tokenizer, tmp_path / "work")
+                    open_sampler(
+                        *(config, "sample", str(tmp_path / "model"), tokenizer),
+                        tmp_path / "work",
+                        window=config.grpo.max_token_length,
+                    )
                 )
                 if generator
                 else None,

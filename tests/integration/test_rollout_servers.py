@@ -12,9 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import pytest
 
 from infra.host.processes import free_port
 from infra.process import watchdog
-from infra.process.child import mark_of
 from infra.ranks.messages import JOB_GPUS
 from infra.rollouts.servers import (
     EXTENSION,
@@ -41,17 +39,24 @@ from infra.services.process import ListenAddress
 from infra.store.traces import read_metrics
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, KilledError, StageFailed
+from refiner_core.contract.records import from_json
 from refiner_core.contract.sections.steering import Resources
 from refiner_core.contract.sections.training import RolloutServerConfig
-from refiner_core.contract.types import Completion, Endpoint, SamplingParams
+from refiner_core.contract.types import Completion, SamplingParams
+from refiner_core.evaluation.metrics import load_samples
+from refiner_core.evaluation.results import load_results
+from refiner_core.evaluation.run import evaluate_model
 from refiner_core.generation.vllm.client import VllmGenerator
-from tests.support.command import Stage, start, wait_until
+from refiner_core.judges import LexicalJudge
+from tests.support.command import Stage, refiner, start, wait_until
 from tests.support.port_thief import thief
 from tests.support.require import require
+from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import furthest as furthest_of
 from tests.support.tiny_training import recipe, tiny_model, tiny_tokenizer
 from tests.support.users import STRANGER, needs_users, run_as
 from tests.support.vllm_fleet import requests, whole
+from tests.support.vllm_processes import control, marked, serving, status
 from tests.support.vllm_server import shim
 
 SERVER = Path(__file__).parents[1] / "support" / "vllm_server.py"
@@ -84,32 +89,9 @@ def opened(settings: RecipeConfig, work: Path, **more: Any) -> Iterator[VllmGene
         yield rollouts
 
 
-def marked(workdir: Path) -> list[psutil.Process]:
-    """Processes of the servers that were started with this folder."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            of = mark_of(process) or ""
-            if of.startswith(str(workdir)) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
-def serving(workdir: Path) -> list[psutil.Process]:
-    """Those of them that are servers."""
-    return [p for p in marked(workdir) if "vllm_server.py" in " ".join(p.cmdline())]
-
-
 def segment(pid: int) -> Path:
     """Shared memory of a test server."""
     return Path(f"/dev/shm/psm_refiner_{pid}")
-
-
-def control(endpoint: Endpoint, **settings: Any) -> None:
-    """Tell the tests' server how to behave."""
-    url = endpoint.url.removesuffix("/v1") + "/control"
-    with urllib.request.urlopen(url, json.dumps(settings).encode(), timeout=10):
-        pass
 
 
 @pytest.fixture
@@ -172,16 +154,6 @@ def test_a_server_that_is_killed_in_a_batch_changes_no_sample_and_leaves_nothing
     assert list(memory.iterdir()) == []
     assert len(pids) == 3
     assert not any(segment(pid).exists() for pid in pids)
-
-
-def status(url: str, authorization: str) -> int:
-    """The status of a POST."""
-    request = urllib.request.Request(url, b"{}", {"Authorization": authorization})
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
 
 
 def test_a_server_that_asks_for_no_key_is_not_used(
@@ -419,6 +391,51 @@ def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
     assert not {name for name in left if name.startswith("refiner-rollouts")}
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ["a server like vLLM", "vllm"])
+def test_an_evaluation_on_servers_gives_the_answers_of_the_model(
+    tmp_path: Path, small: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """The same greedy answers as with transformers, in float32, under a protocol of its own."""
+    server = f"setup=['export PATH={shim(tmp_path / 'bin')}:$PATH']"
+    if engine == "vllm":
+        python = os.environ.get("REFINER_VLLM_PYTHON")
+        require("vllm", python, "REFINER_VLLM_PYTHON names no interpreter that has vLLM")
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        server = f"python={python}"
+    workspace, straight = tmp_path / "runs", tmp_path / "straight"
+    done = refiner(
+        *("run", "tiny", f"workspace={workspace}", "--no-server", "stages=[data,evaluate]"),
+        *(*small, "evaluate.models=[base]", "evaluate.batch_size=8", "evaluate.num_samples=2"),
+        *("evaluate.generation_backend=vllm", f"grpo.rollout_server.{server}"),
+        "grpo.rollout_server.args=['--enforce-eager']",
+        timeout_s=800,
+    )
+    assert done.code == 0, done.stderr
+    [attempt] = Stage(workspace, "evaluate").attempts
+    assert not marked(workspace)
+    config = from_json(RecipeConfig, json.loads((attempt / "intent.json").read_text())["config"])
+    here = replace(config, evaluate=replace(config.evaluate, generation_backend="transformers"))
+    evaluate_model(
+        here,
+        data_dir=Stage(workspace, "data").attempts[-1] / "output",
+        data_digest="",
+        model_ref=config.model.name_or_path,
+        model_name="base",
+        output_dir=straight,
+        io=FolderStageIO(tmp_path / "io"),
+        judge=LexicalJudge(),
+    )
+    folders = (attempt / "output", straight)
+    served, own = ({e["protocol"] for e in load_results(f)["evaluations"]} for f in folders)
+    assert not served & own
+    for decoding, same in (("greedy", True), ("sampled", False)):
+        tables = (load_samples(f / f"samples-{decoding}.parquet") for f in folders)
+        texts, wanted = ([row["response_text"] for row in table] for table in tables)
+        assert (texts == wanted) is same
+        assert len(texts) == len(wanted) >= 4
+
+
 # ---------------------------------------------------------------- what is started
 
 
@@ -471,6 +488,7 @@ def test_a_server_sees_its_own_gpus_and_nothing_of_our_ranks(tmp_path: Path) -> 
 # ---------------------------------------------------------------- the real engine
 
 
+@pytest.mark.timeout(900)
 def test_vllm_itself_samples_syncs_and_comes_back(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from refiner_core.contract.errors import StageFailed
 from refiner_core.training.batches import Sample, collate, pack_samples, share_packs
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
+from refiner_core.training.model import loading
 from refiner_core.training.ranks import Ranks, TorchRanks
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.sft import train_sft
@@ -226,6 +228,13 @@ class Cases:
             for row in metrics
         ]
 
+    def loads(self) -> None:
+        """How often each rank reads the whole model under ZeRO-3: to train it, and as reference."""
+        read, load = list[int](), loading.load_bare_model
+        with mock.patch.object(loading, "load_bare_model", lambda *a: read.append(1) or load(*a)):
+            self.open(config_of(3, "float32")).reference(str(self.root / "tied"))
+        self.found["loads"] = self.ranks.gather(len(read))
+
     def exports(self, stage: int | None) -> None:
         """An untied model, and the tied one of the SFT stage."""
         engine = self.open(config_of(stage, "float32"), model="untied")
@@ -298,6 +307,7 @@ def main() -> None:
             cases.grpo(stage)
             cases.recomputing(stage)
             cases.exports(stage)
+        cases.loads()
         cases.unequal_weights()
         if cases.first():
             (root / "found.json").write_text(json.dumps(cases.found))

@@ -82,6 +82,9 @@ class InThreads:
         self.servers[index] = self.stack.enter_context(served(weights, *self.options))
         return Endpoint(self.servers[index].url)
 
+    def weights_of(self, index: int, weights: Path) -> str:
+        return str(weights)
+
     def close(self) -> None:
         self.stack.close()
 

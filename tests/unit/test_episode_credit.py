@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.model.loading import LoadedModel
+from refiner_core.training.model.logprobs import token_scores
 from refiner_core.training.rollouts.multi_turn import form_episode_groups
 from refiner_core.training.rollouts.rollout import RolloutSample, TrainSample
 from refiner_core.training.updates import GrpoUpdate
@@ -184,7 +186,9 @@ def updated(samples: list[TrainSample], grpo: GrpoConfig, *, share: bool = True)
 
     loaded = LoadedModel(model, tiny_tokenizer(), share, balance=50.0)
     engine = Kept(loaded, ModelConfig(), learning_rate=grpo.learning_rate)
-    metrics = GrpoUpdate(engine, reference, grpo, 7, longest=50).run(samples, step=1, factor=1.0)
+    metrics = GrpoUpdate(engine, partial(token_scores, reference), grpo, 7, longest=50).run(
+        samples, step=1, factor=1.0
+    )
     return metrics, gradients, model, reference
 
 

@@ -278,6 +278,7 @@ def protocol_of(config: RecipeConfig, rows: Sequence[PromptRow]) -> Any:
         ({"environment.repairs": 0}, True),
         ({"grpo.max_token_length": 4096}, True),
         ({"evaluate.top_k": 20}, True),
+        ({"evaluate.generation_backend": "vllm"}, True),
         ({"environment.domains": ["bookings"]}, True),
         ({"reward.verification_reward": 3.0}, False),
         ({"environment.unparsable": "exclude"}, False),

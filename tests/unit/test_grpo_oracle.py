@@ -30,6 +30,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ from transformers import AutoModelForCausalLM
 from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.model.loading import LoadedModel
+from refiner_core.training.model.logprobs import token_scores
 from refiner_core.training.rollouts.rollout import TrainSample, group_advantages
 from refiner_core.training.updates import GrpoUpdate
 from tests.support.tiny_training import (
@@ -207,7 +209,9 @@ def test_both_steps_of_an_update_are_the_oracles(aggregation, estimator, cap, ol
         entropy_coefficient=0.02,
     )
     engine, held = engine_over(tiny_model(0), 0.01), tiny_model(1)
-    metrics = GrpoUpdate(engine, held, grpo, 7).run(rollouts(), step=1, factor=1.0)
+    metrics = GrpoUpdate(engine, partial(token_scores, held), grpo, 7).run(
+        rollouts(), step=1, factor=1.0
+    )
     with torch.no_grad():
         old = scores(engine.models[0].double(), rollouts(), grpo.temperature)[0]
         reference = scores(held.double(), rollouts(), grpo.temperature)[0]
@@ -242,7 +246,9 @@ def test_each_mini_batch_is_the_oracles(aggregation, estimator, share_prompts):
         entropy_coefficient=0.02,
     )
     engine, held = engine_over(tiny_model(0), 0.0, share_prompts), tiny_model(1)
-    metrics = GrpoUpdate(engine, held, grpo, 7).run(rollouts(), step=3, factor=1.0)
+    metrics = GrpoUpdate(engine, partial(token_scores, held), grpo, 7).run(
+        rollouts(), step=3, factor=1.0
+    )
     model = tiny_model(0).double()
     with torch.no_grad():
         old = scores(model, rollouts(), grpo.temperature)[0]
@@ -392,7 +398,7 @@ def test_loss_and_gradients_are_trls(trl_trainer, case):
     loss.backward()
 
     engine = engine_over(tiny_model(0), 0.0)
-    scorer = held if grpo.beta else None
+    scorer = partial(token_scores, held) if grpo.beta else None
     metrics = GrpoUpdate(engine, scorer, grpo, 7).run(rollouts(), step=1, factor=1.0)
     assert metrics["loss/total_avg"] == pytest.approx(float(loss.detach()), rel=1e-4, abs=1e-6)
     exact_gradients = [p.grad for p in trainer.model.parameters()]

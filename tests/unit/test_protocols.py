@@ -360,7 +360,7 @@ def test_published_protocols_hold_neither_addresses_nor_folders(tmp_path: Path) 
 def test_fields_are_those_of_measuring() -> None:
     """A new field of `reward` or `judge` is one at once; one of `evaluate` has to be decided on."""
     assert {p.partition(".")[0] for p in FIELDS} == {"data", "grpo", "reward", "judge", "evaluate"}
-    known = {f"evaluate.{n}" for n in ("models", "protocols", "occasion")}
+    known = {f"evaluate.{n}" for n in ("models", "protocols", "occasion", "generation_backend")}
     left = {
         p
         for p, info in walk(RecipeConfig)

@@ -11,6 +11,8 @@ import pytest
 from flows.ranks import training
 from infra.rollouts import servers as opening
 from infra.store.workspace import Workspace
+from refiner_core.contract.loading import load_recipe
+from refiner_core.training.ranks import Ranks
 
 
 def test_an_attempt_finds_the_servers_of_the_attempt_before(
@@ -22,11 +24,12 @@ def test_an_attempt_finds_the_servers_of_the_attempt_before(
         opening, "open_vllm", lambda config, tokenizer, workdir, **_: folders.append(workdir)
     )
     work: Any = SimpleNamespace(
-        config=None, io=SimpleNamespace(should_stop=bool), stage_id="grpo-1",
+        config=load_recipe("tiny"), io=SimpleNamespace(should_stop=bool), stage_id="grpo-1",
         workspace=Workspace.open(tmp_path), starts=str,
     )  # fmt: skip
+    engine: Any = SimpleNamespace(tokenizer=None, ranks=Ranks())
     for work.attempt in (1, 2):
-        training._rollout_servers(work, SimpleNamespace(tokenizer=None))
+        training._rollout_servers(work, engine)
     work.stage_id = "grpo-2"
-    training._rollout_servers(work, SimpleNamespace(tokenizer=None))
+    training._rollout_servers(work, engine)
     assert folders[0] == folders[1] != folders[2]

@@ -67,6 +67,11 @@ COLOCATED = {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": T
         ({**FLASH, "sft.resources.gpus": 1, "grpo.resources.gpus": 1}, r"model\.dtype"),
         ({**FLASH, "stages": ("data", "evaluate")}, r"evaluate\.resources\.gpus"),
         ({"grpo.resources.nodes": 2}, r"dispatch\.executor"),
+        ({"evaluate.resources.nodes": 2}, r"evaluate\.resources\.nodes=1"),
+        (
+            {"evaluate.generation_backend": "vllm", "grpo.vllm_tensor_parallel_size": 2},
+            r"evaluate\.resources\.gpus=2",
+        ),
         # GPUs of processes and servers
         ({"grpo.resources.gpus": 2, "grpo.nproc_per_node": 4}, "nproc_per_node=2"),
         ({**EIGHT_GPUS, "grpo.vllm_num_engines": 4, "grpo.nproc_per_node": 6}, "at most 4"),
@@ -162,10 +167,14 @@ EIGHT = {**EIGHT_GPUS, **TWO_SERVERS}
             {**EIGHT, "grpo.generation_backend": "transformers"},
             Placement(1, 8, tuple(range(8)), ()),
         ),
-        # Servers listen on loopback of the first node; every node has as many processes.
+        # Every node has as many processes and servers, and as many idle GPUs.
         (
-            {**TWO_SERVERS, "grpo.resources.gpus": 4, "grpo.resources.nodes": 3},
-            Placement(3, 2, (0, 1), ((2,), (3,)), idle_gpus=4),
+            {**TWO_SERVERS, "grpo.resources.gpus": 4, "grpo.resources.nodes": 2},
+            Placement(2, 2, (0, 1), ((2,), (3,))),
+        ),
+        (
+            {**EIGHT, "grpo.nproc_per_node": 3, "grpo.resources.nodes": 4},
+            Placement(4, 3, (0, 1, 2), ((6,), (7,)), idle_gpus=12),
         ),
         (
             {**COLOCATED, "grpo.vllm_num_engines": 2, "grpo.vllm_tensor_parallel_size": 2},

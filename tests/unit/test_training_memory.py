@@ -37,7 +37,7 @@ def large(**fields: Any) -> MemoryNeed:
 def test_zero_shares_what_it_shares(stage: int | None, bytes_each: float) -> None:
     found = large(**{"grpo.deepspeed_stage": stage}).on_gpu
     assert found["weights"] + found["gradients"] + found["optimizer"] == bytes_each * BILLION
-    assert found["reference"] == 2 * BILLION
+    assert found["reference"] == (0.5 if stage == 3 else 2) * BILLION
     assert "reference" not in large(**{"grpo.beta": 0.0}).on_gpu
 
 

@@ -19,8 +19,10 @@ from refiner_core.contract.placement import (
     TrainingStage,
     judge_numbers,
     placement_of,
+    sampling_section,
     sampling_servers,
     section_of,
+    starts_servers,
 )
 from refiner_core.contract.protocols import configs_under
 from refiner_core.contract.services import asks_judge
@@ -43,10 +45,9 @@ def check_training(config: RecipeConfig) -> None:
         _check_samples(config)
         _check_batch(config)
         _check_off_policy(config)
-        _check_servers(config)
+    _check_servers(config)
     if "evaluate" in config.stages:
-        _check_kernel(config, "evaluate")
-        judge_numbers(config, "evaluate")
+        _check_sampler(config, "evaluate")
     if KINDS["sample"] in kinds_of(config.stages):
         _check_sampling(config)
 
@@ -68,10 +69,13 @@ def training_notes(config: RecipeConfig) -> list[str]:
         if found.idle_gpus:
             notes.append(
                 f"{found.idle_gpus} of the {section.resources.gpus * found.nodes} GPUs of {stage} "
-                f"stay idle: {found.nproc_per_node} processes on each of {found.nodes} nodes, and "
-                f"{found.servers} rollout servers on the first."
+                f"stay idle: each of {found.nodes} nodes has {found.nproc_per_node} processes and "
+                f"{len(found.server_gpus)} rollout servers."
             )
-    return notes + _uncorrected(config) + _idle_samplers(config) + _training_judge(config)
+    for stage in ("sample", "evaluate"):
+        if KINDS[stage] in kinds_of(config.stages):
+            notes += _idle_samplers(config, stage)
+    return notes + _uncorrected(config) + _training_judge(config)
 
 
 def _uncorrected(config: RecipeConfig) -> list[str]:
@@ -87,20 +91,19 @@ def _uncorrected(config: RecipeConfig) -> list[str]:
     ]
 
 
-def _idle_samplers(config: RecipeConfig) -> list[str]:
-    gpus, vllm = config.sample.resources.gpus, config.sample.generation_backend == "vllm"
-    if KINDS["sample"] not in kinds_of(config.stages):
-        return []
-    used = sum(map(len, sampling_servers(config))) if vllm else 1
-    used += len(judge_numbers(config, "sample"))
+def _idle_samplers(config: RecipeConfig, stage: str) -> list[str]:
+    section = sampling_section(config, stage)
+    gpus, vllm = section.resources.gpus, section.generation_backend == "vllm"
+    used = sum(map(len, sampling_servers(config, stage))) if vllm else 1
+    used += len(judge_numbers(config, stage))
     if used >= gpus:
         return []
     how = (
         f"a server takes {config.grpo.vllm_tensor_parallel_size}"
         if vllm
-        else ("transformers use one, sample.generation_backend=vllm uses all")
+        else f"transformers use one, {stage}.generation_backend=vllm uses all"
     )
-    return [f"{gpus - used} of the {gpus} GPUs of sample stay idle: {how}."]
+    return [f"{gpus - used} of the {gpus} GPUs of {stage} stay idle: {how}."]
 
 
 def _training_judge(config: RecipeConfig) -> list[str]:
@@ -289,10 +292,10 @@ def _check_off_policy(config: RecipeConfig) -> None:
 
 def _check_servers(config: RecipeConfig) -> None:
     """Check the folder of the rollout servers' weights."""
-    grpo = config.grpo
+    used = any(starts_servers(config, kind.name) for kind in kinds_of(config.stages))
     refuse_fields(
         config,
-        grpo.generation_backend == "vllm" and not grpo.rollout_server.weights_dir.startswith("/"),
+        used and not config.grpo.rollout_server.weights_dir.startswith("/"),
         "grpo.rollout_server.weights_dir",
         "an absolute path in memory, valid for server and trainer",
         "set grpo.rollout_server.weights_dir=/dev/shm",
@@ -324,14 +327,15 @@ def _check_sampling(config: RecipeConfig) -> None:
         "room for the longest prompt and an answer",
     )
     _check_pack(config, "rft")
-    refuse(
-        rule.resources.nodes > 1,
-        "sample.resources.nodes",
-        "one node",
-        "set sample.resources.nodes=1",
-    )
-    judge_numbers(config, "sample")
-    if rule.generation_backend == "vllm":
-        sampling_servers(config)
+    _check_sampler(config, "sample")
+
+
+def _check_sampler(config: RecipeConfig, stage: str) -> None:
+    """Check the GPUs of a stage that samples and does not train."""
+    section, nodes = sampling_section(config, stage), f"{stage}.resources.nodes"
+    refuse_fields(config, section.resources.nodes > 1, nodes, "one node", f"set {nodes}=1")
+    judge_numbers(config, stage)
+    if section.generation_backend == "vllm":
+        sampling_servers(config, stage)
     else:
-        _check_kernel(config, "sample")
+        _check_kernel(config, stage)

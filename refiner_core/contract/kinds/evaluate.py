@@ -46,6 +46,7 @@ EVALUATE = Kind(
     hub_reads=MODEL_READS,
     asks_judge=True,
     on_prompts=True,
+    samples_with="evaluate",
 )
 
 KINDS = (EVALUATE,)

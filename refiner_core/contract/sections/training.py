@@ -62,7 +62,7 @@ class RolloutServerConfig:
     """vLLM servers that a GRPO stage starts on its own nodes, as children of its attempt.
 
     They are reached over HTTP and have an environment of their own; they get new weights at every
-    step. `grpo.vllm_num_engines` is their number.
+    step. `grpo.vllm_num_engines` is their number on each node.
     """
 
     python: str | None = execution(
@@ -101,7 +101,9 @@ class RolloutServerConfig:
         "after new weights; default: 1e-3 in float32 and 0.1 in bfloat16",
     )
     max_restarts: int = execution(
-        3, ge=0, doc="limit of replacements of dead or poisoned servers before the stage fails"
+        3,
+        ge=0,
+        doc="replacements of a node's dead or poisoned servers before the stage fails",
     )
 
 
@@ -309,7 +311,7 @@ class GrpoConfig:
     offload_optimizer: bool = _OFFLOAD
     offload_param: bool = execution(False, doc="keep weights in host memory (ZeRO-3)")
     async_save: bool = _ASYNC_SAVE
-    vllm_num_engines: int = execution(1, ge=1, doc="rollout servers of the vllm backend")
+    vllm_num_engines: int = execution(1, ge=1, doc="rollout servers of each node (vllm)")
     vllm_tensor_parallel_size: int = execution(1, ge=1, doc="GPUs per rollout server")
     rollout_server: RolloutServerConfig = section(
         RolloutServerConfig, doc="servers of the vllm backend"

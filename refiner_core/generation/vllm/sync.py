@@ -92,7 +92,7 @@ class WeightSync:
         self._tolerance, self._window, self._timeout_s = tolerance, window, timeout_s
         self._endpoints: list[Endpoint] = []
         self._written = 0
-        self._current = folder / "weights-0"
+        self._current = folder / weights_name(0)
         self._canary: Canary
 
     def endpoints(self) -> Sequence[Endpoint]:
@@ -138,7 +138,7 @@ class WeightSync:
         with self.busy:
             self.version, self._coming = "", version
             self._written += 1
-            before, current = self._current, self._folder / f"weights-{self._written}"
+            before, current = self._current, self._folder / weights_name(self._written)
             with whole as model:
                 self.stop_ids = stop_ids(model, self._tokenizer)
                 self._canary = make_canary(model, self._tokenizer, self._window)
@@ -163,7 +163,7 @@ class WeightSync:
         admin = self._admin(index)
         try:
             admin.post(_PAUSE)
-            admin.load(str(self._current))
+            admin.load(self._servers.weights_of(index, self._current))
             admin.post("/update_weight_version", {"new_version": self._coming})
             admin.forget_prefixes()
             admin.post("/resume")
@@ -202,6 +202,11 @@ class WeightSync:
         return Admin(self._endpoints[index], self._timeout_s)
 
 
+def weights_name(number: int) -> str:
+    """Name of the folder of the weights that were sent as number ``number``, on every node."""
+    return f"weights-{number}"
+
+
 def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write model, configuration and tokenizer; after an error the folder does not exist.
 
@@ -226,7 +231,7 @@ def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
             f"{folder.parent}: {error}",
             expected="memory for two versions of the weights",
             fix="set grpo.rollout_server.weights_dir to a folder with more space, or give the job "
-            "more memory (grpo.resources.memory_gb): files in /dev/shm count as memory",
+            "more memory (resources.memory_gb): files in /dev/shm count as memory",
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)

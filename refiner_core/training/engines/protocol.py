@@ -70,7 +70,7 @@ from refiner_core.training.model.loading import (
     saved_tensors,
     whole_shape,
 )
-from refiner_core.training.model.logprobs import Entropy, TokenScores
+from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
 from refiner_core.training.model.optim import ADAM_STATE, MUON_STATE
 from refiner_core.training.ranks import Ranks, on_first
 
@@ -81,6 +81,8 @@ WRITTEN_BY = "written_by"
 #: Kinds of tensors that are saved for a parameter beside its weight.
 KINDS = ("master", *ADAM_STATE, *MUON_STATE)
 
+#: Scores of a batch: ``(batch, temperature=…)``.
+Score = Callable[..., TokenScores]
 #: The saved tensors of one parameter, by kind: masters and the optimiser's tensors.
 ParameterState = Mapping[str, torch.Tensor]
 #: Weights, states, random states and progress of a saved state.
@@ -177,9 +179,10 @@ class Engine(ABC):
         """The model with all its weights and in evaluation mode, for reading (generate, export,
         send to servers)."""
 
-    def reference(self, model_ref: str) -> Any:
-        """A frozen model for the KL term, whole on every rank's device."""
-        return loading.load_model(model_ref, self._config, self.device).requires_grad_(False)
+    def reference(self, model_ref: str) -> Score:
+        """Scores of a frozen model for the KL term; it is whole on every rank's device."""
+        model = loading.load_model(model_ref, self._config, self.device).requires_grad_(False)
+        return partial(token_scores, model)
 
     # ------------------------------------------------------------ state
 

@@ -10,7 +10,8 @@ non-finite norms and checkpoints are handled here, the same as in plain torch. P
   loss is first multiplied by their number.
 * DeepSpeed must know before a backward pass whether it is the step's last. A loop shows this by
   asking for the norm or the step, so a backward pass is deferred until the next call.
-* A model is loaded whole on each rank's device and checked there before it is partitioned.
+* Under ZeRO-3 a model is loaded whole on rank 0 alone, and checked there. Other ranks allocate its
+  parameters without touching them: DeepSpeed sends one after another, and keeps a share of each.
 * Weights can be read whole only inside :meth:`ZeroEngine.whole`.
 
 DeepSpeed is imported when the first engine is opened, since the import takes seconds.
@@ -32,7 +33,7 @@ import torch
 from refiner_core.contract.config import GrpoConfig, ModelConfig, SftConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.batches import Batch
-from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
+from refiner_core.training.engines.protocol import Engine, ParameterState, Score, evaluating
 from refiner_core.training.model import loading
 from refiner_core.training.model.loading import model_tensors
 from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenScores
@@ -111,7 +112,11 @@ def open_zero_engine(
     stage = 3 if section.deepspeed_stage == 3 else 2
     deepspeed = _import_deepspeed(device)
     _join_process_group(device)
-    loaded = loading.load_for_training(model_ref, config, device, reentrant=stage == 3)
+    loaded = (
+        loading.load_on_first(model_ref, config, device, ranks)
+        if stage == 3
+        else loading.load_for_training(model_ref, config, device)
+    )
     decayed, rest, _ = parameter_groups(loaded.model)
     weights = trainable(loaded.model)
     width = loaded.model.config.get_text_config().hidden_size
@@ -127,7 +132,7 @@ def open_zero_engine(
         )
     log.debug("DeepSpeed: %s", said.getvalue())
     wrapped.module.train(loaded.model.training)
-    return _ZeroEngine(loaded, wrapped, stage, config, ranks, section.learning_rate)
+    return _ZeroEngine(loaded, wrapped, settings, config, ranks, section.learning_rate)
 
 
 def _deepspeed_settings(
@@ -174,15 +179,16 @@ class _ZeroEngine(Engine):
         self,
         loaded: loading.LoadedModel,
         wrapped: Any,
-        stage: int,
+        settings: Mapping[str, Any],
         config: ModelConfig,
         ranks: Ranks,
         learning_rate: float,
     ) -> None:
         super().__init__(loaded, wrapped.device, config, ranks)
+        stage = settings["zero_optimization"]["stage"]
         #: Whether weights are sharded.
         self.name, self.partitioned = f"zero{stage}", stage == 3
-        self._wrapped, self._learning_rate = wrapped, learning_rate
+        self._wrapped, self._learning_rate, self._settings = wrapped, learning_rate, settings
         self._pending: Any = None  # a loss whose backward pass is deferred
         self._last: tuple[Batch, float, Entropy] | None = None
         self._begun = self._reduced = False
@@ -235,6 +241,28 @@ class _ZeroEngine(Engine):
             self._reduce()
             drop_gradients(self._wrapped)
         self._clear()
+
+    def reference(self, model_ref: str) -> Score:
+        """Scores of a frozen model, sharded under ZeRO-3: all ranks score equally many batches."""
+        if not self.partitioned:
+            return super().reference(model_ref)
+        import deepspeed
+
+        loaded = loading.load_on_first(model_ref, self._config, self.device, self.ranks)
+        module = ScoringModel(loaded.model.requires_grad_(False)).eval()
+        unused = ("offload_optimizer",)
+        zero = {k: v for k, v in self._settings["zero_optimization"].items() if k not in unused}
+        with redirect_stdout(io.StringIO()):
+            wrapped, *_ = deepspeed.initialize(
+                model=module,
+                config={**self._settings, "zero_optimization": zero},
+                dist_init_required=False,
+            )
+
+        def score(batch: Batch, *, temperature: float = 1.0) -> TokenScores:
+            return TokenScores(*wrapped(batch, temperature, "off"))
+
+        return score
 
     @contextmanager
     def whole(self) -> Iterator[Any]:

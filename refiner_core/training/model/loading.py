@@ -31,6 +31,7 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     DamagedCheckpoint,
+    StageFailed,
     UnsupportedError,
     WorkspaceError,
 )
@@ -46,6 +47,7 @@ from refiner_core.training.batches import (
     to_device,
 )
 from refiner_core.training.model.logprobs import hidden_states
+from refiner_core.training.ranks import Ranks, on_first
 
 log = logging.getLogger(__name__)
 
@@ -178,12 +180,81 @@ def load_for_training(
     model = load_model(model_ref, config, device)
     loaded = _laid_out(model, load_tokenizer(model_ref, config))
     check_model(loaded)
+    _set_checkpointing(loaded.model, config, reentrant=reentrant)
+    return loaded
+
+
+def load_on_first(model_ref: str, config: ModelConfig, device: Any, ranks: Ranks) -> LoadedModel:
+    """Load a model for sharding: whole on rank 0, where it is checked. On other ranks it has the
+    same structure and buffers, and parameters whose memory was never touched, so that it takes
+    none on a host. All ranks call it together; an error of rank 0 is raised on all.
+
+    Raises
+    ------
+    StageFailed
+        The model of another rank has other parameters, e.g. by another version of transformers.
+    """
+    loaded: LoadedModel | None = None
+
+    def load() -> tuple[Any, ...]:
+        nonlocal loaded
+        loaded = load_for_training(model_ref, config, device, reentrant=True)
+        model = loaded.model
+        packs = loaded.share_prompts, loaded.balance, loaded.flex_balance
+        return type(model), model.config, model.generation_config, _layout(model), packs
+
+    kind, architecture, generation, layout, packs = on_first(ranks, load)
+    error: Exception | None = None
+    try:
+        if loaded is None:
+            model = _untouched(kind, architecture, device)
+            model.generation_config = generation
+            _require_layout(model, layout)
+            loaded = LoadedModel(model, load_tokenizer(model_ref, config), *packs)
+            _set_checkpointing(model, config, reentrant=True)
+    except Exception as raised:
+        error = raised
+    ranks.all_or_none(error)
+    assert loaded is not None
+    if ranks.world > 1:
+        for _, buffer in sorted(loaded.model.named_buffers()):
+            torch.distributed.broadcast(buffer, 0)
+    return loaded
+
+
+def _untouched(kind: Any, architecture: Any, device: Any) -> Any:
+    """A model of a class and configuration with memory of unknown content."""
+    with torch.device("meta"):
+        model = kind._from_config(architecture, dtype=architecture.dtype)
+    model.to_empty(device=device)
+    model.tie_weights()  # moved one by one, tied weights have parted
+    disable_dropout(model)
+    return model.eval()
+
+
+def _layout(model: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
+
+
+def _require_layout(model: Any, expected: Mapping[str, Any]) -> None:
+    found = _layout(model)
+    different = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
+    if different:
+        raise StageFailed(
+            f"The model of this rank differs from rank 0's in {different[0]}: "
+            f"{found.get(different[0])} instead of {expected.get(different[0])}",
+            expected="the same versions of torch and transformers on all nodes",
+            fix="use one environment for all nodes; if they have one, please report it",
+        )
+
+
+def _set_checkpointing(model: Any, config: ModelConfig, *, reentrant: bool) -> None:
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable(
             activation_checkpointing_kwargs={"use_reentrant": reentrant}
         )
         model.train()  # transformers recomputes in train mode only; dropout is off
-    return loaded
 
 
 def _laid_out(model: Any, tokenizer: Any) -> LoadedModel:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -98,9 +98,17 @@ class Policy:
         return self._generator
 
 
-#: Starts servers for an engine's model; its context ends them. Given to rank 0 by code that manages
-#: processes and GPUs.
-OpenServers = Callable[[Engine], "AbstractContextManager[VllmGenerator]"]
+class WeightsWriter(Protocol):
+    """Writes weights for the servers of its node."""
+
+    def write(self, model: Any) -> None:
+        """Write the weights of the live model, which is whole."""
+
+
+#: Starts servers for an engine's model; its context ends them. Given by code that manages processes
+#: and GPUs: to rank 0, which gets the generator, and with servers on several nodes to all ranks,
+#: where the first rank of another node gets a writer.
+OpenServers = Callable[[Engine], "AbstractContextManager[VllmGenerator | WeightsWriter | None]"]
 
 
 class SamplingCancelled(Exception):
@@ -129,34 +137,43 @@ class CopyPolicy(Policy):
 
 
 class ServedPolicy(Policy):
-    """Servers that hold the weights; ``servers`` is None except on rank 0."""
+    """Servers that hold the weights. Rank 0 has ``servers``; ``node`` is the writer of another
+    node's weights, in its first rank."""
 
     beside, every_rank = True, False
 
-    def __init__(self, servers: VllmGenerator | None) -> None:
+    def __init__(self, servers: VllmGenerator | None, node: WeightsWriter | None = None) -> None:
         super().__init__(servers)
-        self._servers = servers
+        self._servers, self._node = servers, node
         if servers is not None:
             servers.on_step = lambda *_: self.stop_if_cancelled()
 
     def sync(self, engine: Engine, version: int) -> None:
-        """Send the weights to the servers. An error on rank 0 is raised on all ranks."""
-        entered, error = False, None
+        """Send the weights to the servers. An error on one rank is raised on all ranks."""
+        entered, written, error = False, False, None
 
         @contextmanager
         def whole() -> Iterator[Any]:
-            nonlocal entered
-            entered = True
+            nonlocal entered, written
+            entered, failed = True, None
             with engine.whole() as model:
-                yield model
+                try:
+                    yield model
+                except Exception as raised:
+                    failed = raised
+            engine.ranks.all_or_none(failed)  # the servers of every node can read them
+            written = True
 
         if self._servers is not None:
             try:
                 self._servers.sync(whole(), str(version))
             except Exception as raised:
+                if entered and not written:
+                    raise  # on all ranks, already
                 error = raised
         if not entered:  # the other ranks wait inside it
-            with whole():
-                pass
+            with whole() as model:
+                if self._node is not None:
+                    self._node.write(model)
         engine.ranks.all_or_none(error)
         self.version = version

@@ -1,0 +1,337 @@
+"""Rollout servers on all nodes of a job, controlled by rank 0.
+
+In: the recipe, the ranks, and on each node its servers
+(:class:`~infra.rollouts.servers.LocalRolloutServers`). Out: on rank 0 a generator over the servers
+of all nodes; in the first process of every other node a :class:`NodeWeights`, which writes the
+gathered weights into that node's memory.
+
+Every node starts and ends its own servers, as children of its first rank. Those of the first node
+listen on loopback. Those of the others listen on their node's address, since rank 0 sends prompts
+and commands to them, and ask for their key on every route. Rank 0 controls a node over one
+connection, which the node opens with a key; when rank 0 is gone, so is the connection, and with it
+the node's servers. Keys are sent unencrypted, as those of the ranks: the network between the nodes
+is trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from infra.host.processes import node_address
+from infra.ranks.bridge import greet, shut
+from infra.ranks.messages import decode, encode
+from infra.rollouts.servers import LOOPBACK, LocalRolloutServers, local_servers, vllm_generator
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import Interrupted, KilledError, LaunchError
+from refiner_core.contract.placement import placement_of
+from refiner_core.contract.types import Endpoint
+from refiner_core.generation.vllm.client import VllmGenerator
+from refiner_core.generation.vllm.sync import weights_name, write_folder
+from refiner_core.training.ranks import Ranks
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+_POLL_S, _TELL_EVERY_S = 0.1, 1.0
+#: Limit of waiting for the other nodes, seconds: their ranks are already running.
+_COME_S = 300.0
+_BACKLOG = 512
+
+
+class NodeWeights:
+    """Weights of a further node, for the servers there.
+
+    Parameters
+    ----------
+    folder
+        The node's private folder in memory.
+    tokenizer
+        Stored with the weights.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self._folder, self._tokenizer, self._written = folder, tokenizer, 0
+
+    def write(self, model: Any) -> None:
+        """Write the model, under the name that rank 0 gives it, and remove the version before.
+
+        Raises
+        ------
+        NoSpaceError
+            It does not fit into memory.
+        """
+        self._written += 1
+        with _saved_here(model):
+            write_folder(model, self._tokenizer, self._folder / weights_name(self._written))
+        shutil.rmtree(self._folder / weights_name(self._written - 1), ignore_errors=True)
+
+
+@contextmanager
+def _saved_here(model: Any) -> Iterator[None]:
+    """Let transformers write the model in this process: in a process group, rank 0 alone does."""
+    model.should_save_on_this_rank = lambda is_main_process: True
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
+
+
+class NodeServers:
+    """Rank 0's end of the servers of another node, a
+    :class:`~refiner_core.contract.types.RolloutServers`.
+
+    Parameters
+    ----------
+    node
+        Number of the node.
+    connection
+        Connection to its first rank.
+    folder
+        The node's folder in memory.
+    should_stop, tell
+        As of :class:`~infra.rollouts.servers.LocalRolloutServers`.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        connection: Connection,
+        folder: str,
+        should_stop: Callable[[], bool],
+        tell: Callable[[float], None],
+    ) -> None:
+        self.node, self._connection, self._folder = node, connection, Path(folder)
+        self._should_stop, self._tell = should_stop, tell
+        self._lock, self._closing = threading.Lock(), threading.Event()
+
+    def start(self, weights: Path) -> list[Endpoint]:
+        """Start all of the node's servers."""
+        found = self._call("start", weights=self.weights_of(0, weights))
+        return [Endpoint(**one) for one in found]
+
+    def replace(self, index: int, weights: Path, why: str) -> Endpoint:
+        """End one at once and start another."""
+        path = self.weights_of(index, weights)
+        return Endpoint(**self._call("replace", index=index, weights=path, why=why))
+
+    def weights_of(self, index: int, weights: Path) -> str:
+        """The same weights in the node's own memory."""
+        return str(self._folder / weights.name)
+
+    def close(self) -> None:
+        """Have the node end its servers."""
+        self._closing.set()
+        shut(self._connection)
+
+    def _call(self, name: str, **values: Any) -> Any:
+        with self._lock:
+            try:
+                _send(self._connection, {"call": name, **values})
+                self._wait()
+                answer = _receive(self._connection)
+            except (EOFError, OSError) as error:
+                raise KilledError(
+                    f"Node {self.node} of the job, which has rollout servers, is gone",
+                    fix="nothing: the next attempt resumes from the last checkpoint",
+                ) from error
+        if "error" in answer:
+            raise decode(answer["error"], f"On node {self.node}")
+        return answer["value"]
+
+    def _wait(self) -> None:
+        began = told = time.monotonic()
+        while not self._connection.poll(_POLL_S):
+            if self._should_stop() or self._closing.is_set():
+                self.close()  # ends the start that the node is waiting for
+                raise Interrupted(
+                    f"Rollout servers of node {self.node} were asked to end before they answered",
+                    fix="run the same command again; what is saved is kept",
+                )
+            if (now := time.monotonic()) - told >= _TELL_EVERY_S:
+                told = now
+                self._tell(now - began)
+
+
+class ServersOfNodes:
+    """The servers of all nodes as one :class:`~refiner_core.contract.types.RolloutServers`: first
+    those of the first node, then those of the second, and so on.
+
+    Parameters
+    ----------
+    nodes
+        The servers of each node.
+    each
+        Number of servers of a node.
+    """
+
+    def __init__(self, nodes: Sequence[LocalRolloutServers | NodeServers], each: int) -> None:
+        self._nodes, self._each = nodes, each
+
+    def start(self, weights: Path) -> list[Endpoint]:
+        """Start all of them in parallel."""
+        with ThreadPoolExecutor(len(self._nodes)) as pool:
+            starts = [pool.submit(node.start, weights) for node in self._nodes]
+            errors = [error for start in starts if (error := start.exception()) is not None]
+        if errors:
+            self.close()
+            raise errors[0]
+        return [endpoint for start in starts for endpoint in start.result()]
+
+    def replace(self, index: int, weights: Path, why: str) -> Endpoint:
+        """End one at once and start another on the same node."""
+        node, own = divmod(index, self._each)
+        return self._nodes[node].replace(own, weights, why)
+
+    def weights_of(self, index: int, weights: Path) -> str:
+        """The same weights in the memory of a server's node."""
+        node, own = divmod(index, self._each)
+        return self._nodes[node].weights_of(own, weights)
+
+    def close(self) -> None:
+        """End all of them."""
+        for node in reversed(self._nodes):  # other nodes end theirs while this one waits for its
+            node.close()
+
+
+@contextmanager
+def open_on_nodes(
+    config: RecipeConfig,
+    tokenizer: Any,
+    workdir: Path,
+    ranks: Ranks,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    tell: Callable[[float], None] = lambda seconds: None,
+) -> Iterator[VllmGenerator | NodeWeights | None]:
+    """Rollouts from servers on all nodes; all ranks enter it together.
+
+    Rank 0 gets the generator, the first rank of each other node its :class:`NodeWeights`, and all
+    others None. Parameters are those of :func:`~infra.rollouts.servers.open_vllm`; ``should_stop``
+    and ``tell`` are rank 0's.
+
+    Raises
+    ------
+    ConfigurationError
+        ``grpo.rollout_server.weights_dir`` is not usable on one of the nodes.
+    LaunchError
+        Not all nodes connected.
+    """
+    placed, first = placement_of(config, "grpo"), ranks.rank == 0
+    node = ranks.rank // placed.nproc_per_node
+    with ExitStack() as stack:
+
+        def prepare() -> tuple[LocalRolloutServers | None, socket.socket | None]:
+            local = local_servers(
+                *(config, workdir, placed.server_gpus),
+                should_stop=should_stop,
+                tell=tell,
+                host=LOOPBACK if first else node_address(),
+                node=node,
+            )
+            at = socket.create_server((node_address(), 0), backlog=_BACKLOG) if first else None
+            if at is not None:
+                stack.callback(at.close)
+            return stack.enter_context(local) if ranks.local_rank == 0 else None, at
+
+        local, listener = _on_all(ranks, prepare)
+        key = secrets.token_bytes(32)
+        at = None if listener is None else (*listener.getsockname()[:2], key.hex())
+        host, port, given = ranks.broadcast(at)
+        if local is None:
+            yield None
+        elif listener is None:
+            connection = Client((host, port), "AF_INET", authkey=bytes.fromhex(given))
+            stack.callback(shut, connection)
+            _send(connection, {"node": node, "folder": str(local.memory)})
+            threading.Thread(target=_serve, args=(connection, local), daemon=True).start()
+            yield NodeWeights(local.memory, tokenizer)
+        else:
+            others = _accepted(listener, key, placed.nodes - 1)
+            remote = [NodeServers(n, *others[n], should_stop, tell) for n in sorted(others)]
+            servers = ServersOfNodes([local, *remote], len(placed.server_gpus))
+            stack.callback(servers.close)
+            yield vllm_generator(config, servers, local.memory, tokenizer)
+
+
+def _on_all(ranks: Ranks, prepare: Callable[[], T]) -> T:
+    """This rank's result, once all have theirs; an error of one is raised on all."""
+    made: T | None = None
+    error: Exception | None = None
+    try:
+        made = prepare()
+    except Exception as raised:
+        error = raised
+    ranks.all_or_none(error)
+    return made  # type: ignore[return-value]
+
+
+def _accepted(listener: socket.socket, key: bytes, count: int) -> dict[int, tuple[Connection, str]]:
+    """Connection and folder of each other node, by its number."""
+    found: dict[int, tuple[Connection, str]] = {}
+    listener.settimeout(_POLL_S)
+    deadline = time.monotonic() + _COME_S
+    while len(found) < count:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"Only {len(found)} of the job's {count} other nodes connected to the first rank "
+                f"in {_COME_S:.0f} s",
+                expected="nodes that can reach the first node",
+                fix="see the stage's log (`refiner logs grpo`)",
+            )
+        with contextlib.suppress(TimeoutError):
+            accepted, _ = listener.accept()
+            accepted.setblocking(True)
+            connection = Connection(accepted.detach())
+            try:
+                greet(connection, key)
+                hello = _receive(connection)
+            except (AuthenticationError, EOFError, OSError) as error:
+                log.warning("a client without the key connected to the first rank: %r", error)
+                connection.close()
+            else:
+                found[int(hello["node"])] = (connection, str(hello["folder"]))
+    return found
+
+
+def _serve(connection: Connection, local: LocalRolloutServers) -> None:
+    """Carry out rank 0's commands, one at a time, until it is gone; then end the servers."""
+    local.should_stop = connection.poll  # during a command rank 0 sends nothing, but may leave
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            order = _receive(connection)
+            _send(connection, _answer(local, order))
+    local.close()
+
+
+def _answer(local: LocalRolloutServers, order: Mapping[str, Any]) -> dict[str, Any]:
+    weights = Path(order["weights"])
+    try:
+        if order["call"] == "start":
+            return {"value": [asdict(endpoint) for endpoint in local.start(weights)]}
+        return {"value": asdict(local.replace(order["index"], weights, order["why"]))}
+    except Exception as error:
+        return {"error": encode(error)}
+
+
+def _send(connection: Connection, value: Mapping[str, Any]) -> None:
+    connection.send_bytes(json.dumps(value).encode())
+
+
+def _receive(connection: Connection) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(connection.recv_bytes())
+    return value
