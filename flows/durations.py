@@ -31,6 +31,7 @@ from refiner_core.contract.placement import (
     placement_of,
     sampling_servers,
     sft_section,
+    starts_servers,
 )
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
@@ -415,14 +416,14 @@ def _answers(s: _Stage, case: Case) -> _Work:
     """Sampling and judging of one prompt's answers, both at the same time."""
     each, _, asked = _units(s)
     answers = asked / each
-    if s.stage.kind == "evaluate":
+    kind, evaluate, sample = s.stage.kind, s.config.evaluate, s.config.sample
+    if kind == "evaluate":
         answers -= 1
-        s_sampling = _batches_s(s, case, answers, s.config.evaluate.batch_size, max(1, s.gpus))
-    elif s.config.sample.generation_backend == "vllm":
-        servers = sum(map(len, sampling_servers(s.config)))
+    if starts_servers(s.config, kind):
+        servers = sum(map(len, sampling_servers(s.config, kind)))
         s_sampling = _server_s(s, case, answers, 1, servers)
     else:
-        together = s.config.sample.generation_batch_size
+        together = evaluate.batch_size if kind == "evaluate" else sample.generation_batch_size
         s_sampling = _batches_s(s, case, answers, together, max(1, s.gpus))
     judging = _judging_s(s, case, asked / each)
     return _Work(max(s_sampling, judging), sampling=s_sampling, judging=judging)
@@ -432,7 +433,8 @@ def _sampling(s: _Stage, case: Case, rollouts: int, prompts: int, placed: Placem
     """Sampling of a step; its longest answer takes its time on a server."""
     grpo = s.config.grpo
     if grpo.generation_backend == "vllm":
-        spread = _server_s(s, case, rollouts, prompts, sum(map(len, placed.server_gpus)))
+        gpus = placed.nodes * sum(map(len, placed.server_gpus))
+        spread = _server_s(s, case, rollouts, prompts, gpus)
         return max(spread, grpo.response_length * case.token_s)
     return _batches_s(s, case, rollouts, grpo.generation_batch_size, placed.world)
 

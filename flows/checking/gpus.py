@@ -22,6 +22,7 @@ from refiner_core.contract.placement import (
     placement_of,
     sampling_servers,
     stages_at_once,
+    starts_servers,
 )
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
@@ -190,15 +191,16 @@ def _job(plan: Plan, stage: PlannedStage) -> GpuJob:
             cells: dict[int, list[str]] = {}
             for local, gpu in enumerate(placed.trainer_gpus):
                 cells.setdefault(gpu, []).append(f"r{node * placed.nproc_per_node + local}")
-            for number, server in enumerate(placed.server_gpus if node == 0 else ()):
+            for number, server in enumerate(placed.server_gpus, node * len(placed.server_gpus)):
                 for gpu in server:
                     cells.setdefault(gpu, []).append(f"s{number}")
             cells |= {gpu: ["j"] for gpu in placed.judge_gpus if node == 0}
             layout.append(_cells(cells, count))
         return GpuJob(stage.name, count, tuple(layout))
     cells = {}
-    if kind == "sample" and config.sample.generation_backend == "vllm":
-        cells = {g: [f"s{i}"] for i, one in enumerate(sampling_servers(config)) for g in one}
+    if starts_servers(config, kind):
+        servers = enumerate(sampling_servers(config, kind))
+        cells = {gpu: [f"s{number}"] for number, one in servers for gpu in one}
     elif kind in ("serve", "command"):
         cells = {gpu: ["j" if kind == "serve" else "t"] for gpu in range(count)}
     else:

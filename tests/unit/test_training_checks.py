@@ -203,7 +203,7 @@ def test_rollout_servers_are_of_grpo_alone() -> None:
 
 def test_sampling_servers_leave_gpus_to_a_judge_beside_them() -> None:
     fields = {**BESIDE, "sample.generation_backend": "vllm", "sample.resources.gpus": 5}
-    assert sampling_servers(tiny(fields)) == ((0,), (1,), (2,))
+    assert sampling_servers(tiny(fields), "sample") == ((0,), (1,), (2,))
 
 
 def test_no_gpu_is_given_twice() -> None:
