@@ -186,7 +186,7 @@ def test_execution_settings_leave_the_outputs_bitwise_equal(
         "dispatch.poll_s=0.2",
         "grpo.resources.memory_gb=8",
         "judge.concurrency=3",
-        "evaluate.models=[grpo]",
+        "stages=[data,sft,grpo]",
     )
     changed = {setting.split("=")[0] for setting in settings}
     rest = [o for o in small if o.split("=")[0] not in changed]

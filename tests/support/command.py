@@ -25,6 +25,7 @@ SMALL = (
     "data.synthetic_sft_rows=160",
     "data.synthetic_rl_rows=40",
     "sft.max_train_steps=4",
+    "sft.pack_length=512",
     "sft.eval_freq=2",
     "sft.save_freq=1",
     "grpo.num_training_steps=5",
