@@ -22,6 +22,8 @@ CPU_TORCH = [ "$$(uname)" = Linux ] && [ ! -e $(NVIDIA) ] && { \
 # make each other ten times slower.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
+# Tests start some hundred processes: each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test quick pythons lock lint format bench prove pictures clean

@@ -91,7 +91,7 @@ def test_a_resume_uses_the_recorded_recipe_and_refuses_other_rows(tmp_path: Path
     assert "mine.yaml" in again.stderr
     rows.write_text(f"{line}\n" * 41)
     for options in ((), ("--detach",)):
-        refused = refiner("resume", run, where, "--no-server", *options)
+        refused = called("resume", run, where, "--no-server", *options)
         assert refused.code == 2, refused.stderr
         assert "data" in refused.stderr
     assert standing(tmp_path / "runs") in ("ended", "gone")

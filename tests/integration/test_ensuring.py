@@ -36,6 +36,7 @@ def own(workspace, overrides):
 if __name__ == "__main__":
     own(sys.argv[1], sys.argv[2:])
 """
+SMALLER = (*SMALL, "grpo.num_training_steps=2", "evaluate.decoding=[greedy]")
 LONG = own_trainer("--until", "/nowhere")
 
 
@@ -76,7 +77,7 @@ def works(workspace: Path) -> bool:
 
 def example(prefect: PrefectApi, workspace: Path, bound: str) -> dict[str, Any]:
     """The flow run of the example, which ends well."""
-    words = ("-m", "flows.examples.sft_then_grpo", str(workspace), bound, *SMALL)
+    words = ("-m", "flows.examples.sft_then_grpo", str(workspace), bound, *SMALLER)
     with started(prefect, *words) as process:
         said, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
