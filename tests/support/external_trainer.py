@@ -96,7 +96,9 @@ def main():
     while step < args.steps:
         step += 1
         time.sleep(args.step_s)
-        while step > 8 and args.until and not args.until.exists() and not STOP:
+        for _ in range(30_000 if step > 8 and args.until else 0):  # ten minutes at most
+            if args.until.exists() or STOP:
+                break
             time.sleep(0.02)
         if step == args.hang_at and not args.resume_from:
             time.sleep(600)
