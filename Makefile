@@ -57,7 +57,7 @@ run: setup  ## the whole pipeline on the tiny recipe: a few minutes, no account,
 test: setup  ## all tests that this machine can run; others are skipped with a reason
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
-quick: setup lint  ## style, types, and the tests that are not slow: before each commit, some five minutes on two cores
+quick: setup lint  ## style, types, and the tests that are not slow: before each commit, some three minutes on two cores
 	$(BIN)/python $(PYTEST) -q -m 'not slow' tests/unit $(PYTEST_ARGS)
 
 pythons:  ## the quick tests and a small run under each supported Python, in environments of their own
