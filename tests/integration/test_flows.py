@@ -124,6 +124,8 @@ def test_a_suspended_flow_run_begins_no_stage_until_resumed(served: Served, tmp_
     flow_run = training.flow_run
     state = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
     served.prefect.post(f"/flow_runs/{flow_run}/set_state", {"state": state})
+    (events,) = tmp_path.glob("runs/*/events.jsonl")
+    eventually(lambda: '"event": "cancel"' in events.read_text())
     training.may_end.touch()
     eventually(lambda: not training.orchestrator.works, 120)
     assert Stage(tmp_path, "command").result(), "what ran has ended by itself"
