@@ -1,8 +1,10 @@
 # `make run` and `make test` do all their set-up themselves, in .venv. A second call is quick.
 PYTHON ?= python3
 VENV   ?= .venv
-# Files of tests side by side; each server is started by the one file that needs it.
+# Files of tests side by side, the long ones of tests/integration first; each server is started by
+# the one file that needs it.
 TEST_PROCESSES ?= 2
+PYTEST := -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Another package index that has CPU builds of torch, where yours has none: the one that the install
@@ -20,6 +22,8 @@ CPU_TORCH = [ "$$(uname)" = Linux ] && [ ! -e $(NVIDIA) ] && { \
 # make each other ten times slower.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
+# Tests start some hundred processes: each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test quick pythons lock lint format bench prove pictures clean
@@ -51,10 +55,10 @@ run: setup  ## the whole pipeline on the tiny recipe: a few minutes, no account,
 	$(BIN)/refiner run tiny
 
 test: setup  ## all tests that this machine can run; others are skipped with a reason
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
-quick: setup lint  ## style, types, and the tests that are not slow: before each commit, some five minutes on two cores
-	$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile -m 'not slow' $(PYTEST_ARGS)
+quick: setup lint  ## style, types, and the tests that are not slow: before each commit, some three minutes on two cores
+	$(BIN)/python $(PYTEST) -q -m 'not slow' tests/unit $(PYTEST_ARGS)
 
 pythons:  ## the quick tests and a small run under each supported Python, in environments of their own
 	@set -e; for version in 3.11 3.12 3.13; do \

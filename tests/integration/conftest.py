@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from infra.prefect_server import ensure_server
 from tests.support.browser import Page, chromium
@@ -57,14 +59,21 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that gives some valid answers. From an untrained one, every reward is 0, every group
-    is dropped, and GRPO moves nothing that a test could look at."""
-    workspace = tmp_path_factory.mktemp("trained") / "runs"
-    done = refiner(
-        *("run", "tiny", f"workspace={workspace}", "stages=[data,sft]", "--no-server"),
-        *("data.synthetic_sft_rows=1100", "sft.max_train_steps=55", "sft.eval_freq=1000"),
-        *("data.synthetic_rl_rows=20", "tracking.wandb=disabled"),
-    )
-    assert done.code == 0, done.stderr
+    is dropped, and GRPO moves nothing that a test could look at. The first test process that needs
+    it trains it for all."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    workspace = folder / "trained"
+    with FileLock(folder / "trained.lock"):
+        if not list(workspace.glob("stages/sft-*/result.json")):
+            done = refiner(
+                *("run", "tiny", f"workspace={workspace}", "stages=[data,sft]", "--no-server"),
+                *("data.synthetic_sft_rows=800", "data.synthetic_rl_rows=20"),
+                *("sft.max_train_steps=60", "sft.pack_length=1024", "sft.eval_freq=1000"),
+                *("sft.save_freq=1000", "tracking.wandb=disabled"),
+            )
+            assert done.code == 0, done.stderr
     return Stage(workspace, "sft").attempts[-1] / "output" / "model"
 
 

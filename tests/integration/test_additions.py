@@ -208,7 +208,11 @@ def refiner(house: Path, *calls: tuple[str, ...]) -> list[Any]:
     return json.loads(python(house, COMMANDS, json.dumps(calls)).splitlines()[-1])
 
 
-STAGES = ("stages=[data,sft,merge,publish,evaluate]", "evaluate.models=[base,merge]")
+STAGES = (
+    "stages=[data,sft,merge,publish,evaluate]",
+    "evaluate.models=[base,merge]",
+    "evaluate.decoding=[greedy]",
+)
 RECIPE = ("tiny", *SMALL, *STAGES, "workspace=runs")
 
 

@@ -100,7 +100,7 @@ def test_a_dead_run_is_adopted_and_published(dead_run: Path, tmp_path: Path) -> 
 
 
 def test_a_moved_workspace_and_a_copied_stage_continue_to_the_same_weights(tmp_path: Path) -> None:
-    words = ("run", "tiny", *SMALL, "stages=[data,sft]", "sft.max_train_steps=60", "--no-server")
+    words = ("run", "tiny", *SMALL, "stages=[data,sft]", "sft.max_train_steps=24", "--no-server")
     control, old, new = (tmp_path / name for name in ("control", "old", "new"))
     assert refiner(*words, f"workspace={control}").code == 0
     process = start(*words, f"workspace={old}")

@@ -358,7 +358,7 @@ include: [own-trainer]
 stages: [command]
 tracking: {{wandb: disabled}}
 dispatch: {{poll_s: 0.1, backoff_s: 0.2}}
-disk: {{watch_s: 2.0}}
+disk: {{watch_s: 1.0, hold_s: 2}}
 command:
   run: >-
     {sys.executable} {HF_TRAINER} --output_dir {{output}} --seed {{seed}} {{resume}}

@@ -10,15 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.command import SMALL, Stage, called, refiner, wait_until
+from tests.support.command import Stage, called, own_trainer, refiner, wait_until
 from tests.support.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
-TRAINING = (
-    *(o for o in SMALL if not o.startswith("sft.max_train")),
-    "sft.max_train_steps=14",
-    "stages=[data,sft]",
-)
 
 
 def status(workspace: Path, *words: str) -> dict[str, Any]:
@@ -33,9 +28,11 @@ def standing(workspace: Path) -> str:
 
 
 def test_a_detached_run_is_cancelled_killed_and_resumed_to_its_end(tmp_path: Path) -> None:
-    where, sft = f"workspace={tmp_path / 'runs'}", Stage(tmp_path / "runs", "sft")
+    where, stage = f"workspace={tmp_path / 'runs'}", Stage(tmp_path / "runs", "command")
+    may_end = tmp_path / "may-end"
     left = refiner(
-        *("run", "tiny", "workspace=runs", *TRAINING, "--no-server", "--detach", "--json"),
+        *("run", "own-trainer", *own_trainer("--until", may_end), "stages=[command]"),
+        *("workspace=runs", "--no-server", "--detach", "--json"),
         cwd=tmp_path,
     )
     assert left.code == 0, left.stderr
@@ -47,24 +44,25 @@ def test_a_detached_run_is_cancelled_killed_and_resumed_to_its_end(tmp_path: Pat
     assert f"process {pid}" in busy.stderr
 
     # ended from another shell: the orchestrator does it, and says why
-    wait_until(lambda: len(sft.steps()) >= 2, "SFT's second step")
+    wait_until(lambda: len(stage.steps()) >= 2, "the second step")
     ended = refiner("cancel", where, "--json")
     assert (ended.code, ended.json["by"], ended.json["ended"]) == (0, "orchestrator", True)
-    wait_until(lambda: sft.worker and not sft.worker.alive, "the end of the worker", 20)
+    wait_until(lambda: stage.worker and not stage.worker.alive, "the end of the worker", 20)
     assert standing(tmp_path / "runs") == "ended"
     assert called("cancel", where, "--json").json["by"] == "nobody"
 
     # gone on with, and the orchestrator killed: its job lives on, until it is ended from here
     assert refiner("resume", where, "--no-server", "--detach").code == 0
-    wait_until(lambda: len(sft.attempts) == 2 and sft.worker, "the second attempt")
+    wait_until(lambda: len(stage.attempts) == 2 and stage.worker, "the second attempt")
     process = psutil.Process(status(tmp_path / "runs")["orchestrator"]["pid"])
     process.kill()
     wait_until(lambda: standing(tmp_path / "runs") == "gone", "the end of the orchestrator")
-    assert sft.worker.alive
-    ended = refiner("cancel", run, "sft", where, "--json")
+    assert stage.worker.alive
+    ended = refiner("cancel", run, "command", where, "--json")
     assert (ended.code, ended.json["by"], ended.json["ended"]) == (0, "here", True)
-    wait_until(lambda: sft.worker and not sft.worker.alive, "the end of the worker", 20)
+    wait_until(lambda: stage.worker and not stage.worker.alive, "the end of the worker", 20)
 
+    may_end.touch()
     done = refiner("resume", run, where, "--no-server", "--json", cwd=Path("/"))
     assert done.code == 0, done.stderr
     assert done.json["run"] == run
@@ -72,7 +70,7 @@ def test_a_detached_run_is_cancelled_killed_and_resumed_to_its_end(tmp_path: Pat
     assert shown["finished"]
     assert [i["failure"] for i in shown["incidents"]] == ["cancelled", "cancelled"]
     assert all(i["resolved"] for i in shown["incidents"])
-    assert len(sft.attempts) == 3
+    assert len(stage.attempts) == 3
     nothing = called("resume", where)
     assert nothing.code == 2
 
@@ -93,7 +91,7 @@ def test_a_resume_uses_the_recorded_recipe_and_refuses_other_rows(tmp_path: Path
     assert "mine.yaml" in again.stderr
     rows.write_text(f"{line}\n" * 41)
     for options in ((), ("--detach",)):
-        refused = refiner("resume", run, where, "--no-server", *options)
+        refused = called("resume", run, where, "--no-server", *options)
         assert refused.code == 2, refused.stderr
         assert "data" in refused.stderr
     assert standing(tmp_path / "runs") in ("ended", "gone")
@@ -101,17 +99,18 @@ def test_a_resume_uses_the_recorded_recipe_and_refuses_other_rows(tmp_path: Path
 
 @pytest.mark.slurm
 def test_a_run_as_a_job_is_restarted_by_slurm(slurm: Cluster, tmp_path: Path) -> None:
-    workspace = tmp_path / "runs"
+    workspace, may_end = tmp_path / "runs", tmp_path / "may-end"
     left = refiner(
-        *("run", "tiny", f"workspace={workspace}", *TRAINING, "--no-server"),
-        *("--detach=job", "--json"),
+        *("run", "own-trainer", *own_trainer("--until", may_end), "stages=[command]"),
+        *(f"workspace={workspace}", "--no-server", "--detach=job", "--json"),
     )
     assert left.code == 0, left.stderr
-    job, sft = left.json["job"], Stage(workspace, "sft")
-    wait_until(lambda: len(sft.steps()) >= 1, "SFT's first step", 60)
+    job, stage = left.json["job"], Stage(workspace, "command")
+    wait_until(lambda: len(stage.steps()) >= 1, "the first step", 60)
     who = status(workspace)["orchestrator"]
     assert who["job"] == job
     subprocess.run(["scontrol", "requeue", job], check=True)
     wait_until(lambda: status(workspace)["orchestrator"]["turn"] == 2, "the second turn", 90)
+    may_end.touch()
     wait_until(lambda: status(workspace)["finished"], "the end of the run", 90)
     assert status(workspace)["orchestrator"]["job"] == job

@@ -15,7 +15,7 @@ import pytest
 
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
-from tests.support.command import SMALL, Stage, environment, refiner
+from tests.support.command import SMALL, Stage, environment, own_trainer, refiner
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.served import Served
 
@@ -27,17 +27,17 @@ from flows import begin_run, ensure
 
 @flow
 def own(workspace, overrides):
-    run = begin_run("tiny", overrides, workspace)
-    assert begin_run("tiny", overrides, workspace) == run, "a retry goes on with it"
+    run = begin_run("own-trainer", overrides, workspace)
+    assert begin_run("own-trainer", overrides, workspace) == run, "a retry goes on with it"
     print(run.id, flush=True)
-    ensure(run, "sft")
-    ensure(run, "grpo")
+    ensure(run, "command")
+    ensure(run, "publish")
 
 if __name__ == "__main__":
     own(sys.argv[1], sys.argv[2:])
 """
-LONG = ("sft.num_train_epochs=2000", "sft.max_train_steps=20000")
-SHORTER = ("sft.num_train_epochs=20", "sft.max_train_steps=60")
+SMALLER = (*SMALL, "grpo.num_training_steps=2", "evaluate.decoding=[greedy]")
+LONG = own_trainer("--until", "/nowhere")
 
 
 @contextmanager
@@ -66,8 +66,8 @@ def states(prefect: PrefectApi, flow_run: dict[str, Any]) -> dict[str, str]:
     return {name: t["state_name"] for name, t in prefect.task_runs(flow_run["id"]).items()}
 
 
-def sft_saves(workspace: Path) -> bool:
-    return bool(list(workspace.glob("stages/sft-*/checkpoints/step-*")))
+def saves(workspace: Path) -> bool:
+    return bool(list(workspace.glob("stages/command-*/work/ckpt_*")))
 
 
 def works(workspace: Path) -> bool:
@@ -77,7 +77,7 @@ def works(workspace: Path) -> bool:
 
 def example(prefect: PrefectApi, workspace: Path, bound: str) -> dict[str, Any]:
     """The flow run of the example, which ends well."""
-    words = ("-m", "flows.examples.sft_then_grpo", str(workspace), bound, *SMALL)
+    words = ("-m", "flows.examples.sft_then_grpo", str(workspace), bound, *SMALLER)
     with started(prefect, *words) as process:
         said, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
@@ -113,21 +113,25 @@ def test_a_suspended_flow_ends_at_the_next_stage(prefect: PrefectApi, tmp_path: 
     with started(prefect, str(script)) as process:
         eventually(lambda: prefect.post("/deployments/filter", named), 300)
         served = Served(prefect, tmp_path)
-        overrides = [*SMALL, *SHORTER]
+        overrides = [
+            *own_trainer("--until", may_end := tmp_path / "may-end"),
+            "publish.malformed=true",
+        ]
         flow_run = served.launch("own", "served", workspace=str(runs), overrides=overrides)
-        eventually(lambda: sft_saves(runs), 300)
+        eventually(lambda: saves(runs), 300)
         state = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
         said = prefect.post(f"/flow_runs/{flow_run}/set_state", {"state": state})
         assert said["status"] == "ACCEPT", said
-        eventually(lambda: Stage(runs, "sft").attempts and not works(runs), 300)
-        eventually(lambda: states(prefect, {"id": flow_run}) == {"sft": "Completed"}, 60)
-        assert not Stage(runs, "grpo").folder
+        may_end.touch()
+        eventually(lambda: Stage(runs, "command").attempts and not works(runs), 300)
+        eventually(lambda: states(prefect, {"id": flow_run}) == {"command": "Completed"}, 60)
+        assert not Stage(runs, "publish").folder
         assert served.state(flow_run)["name"] == "Suspended"
         prefect.post(f"/flow_runs/{flow_run}/resume")
         assert served.ends(flow_run)["type"] == "COMPLETED"
         process.send_signal(signal.SIGINT)
         process.wait(60)
-    assert len(Stage(runs, "sft").attempts) == 1
+    assert len(Stage(runs, "command").attempts) == 1
     room = Workspace.read_only(runs)
     whole = [r.run for r in room.runs() if not r.provenance.get("part_of")]
     assert len(whole) == 1, "the record of before"
@@ -135,34 +139,34 @@ def test_a_suspended_flow_ends_at_the_next_stage(prefect: PrefectApi, tmp_path: 
 
 def test_failed_cancelled_and_lost_stages_end_tasks(prefect: PrefectApi, tmp_path: Path) -> None:
     failing, cancelled, killed = (tmp_path / name for name in ("failing", "cancelled", "killed"))
-    broken = (*SMALL, "sft.learning_rate=1e30", "dispatch.retries.bug=0")
+    broken = (*own_trainer("--die_at 3"), "dispatch.retries.bug=0")
     with started(prefect, "-c", FLOW, str(failing), *broken) as process:
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 1
-    assert "sft: " in errors
+    assert "command: " in errors
     flow_run = newest(prefect, "own")
-    assert states(prefect, flow_run) == {"sft": "Failed"}
+    assert states(prefect, flow_run) == {"command": "Failed"}
     assert flow_run["state_type"] == "FAILED"
 
-    with started(prefect, "-c", FLOW, str(cancelled), *SMALL, *LONG) as process:
-        eventually(lambda: sft_saves(cancelled), 300)
+    with started(prefect, "-c", FLOW, str(cancelled), *LONG) as process:
+        eventually(lambda: saves(cancelled), 300)
         state = {"type": "CANCELLING", "name": "Cancelling"}
         flow_run = newest(prefect, "own")
         prefect.post(f"/flow_runs/{flow_run['id']}/set_state", {"state": state})
         process.communicate(timeout=300)
     assert not works(cancelled)
-    assert not list(cancelled.glob("stages/sft-*/result.json"))
-    assert states(prefect, flow_run) == {"sft": "Cancelled"}
+    assert not list(cancelled.glob("stages/command-*/result.json"))
+    assert states(prefect, flow_run) == {"command": "Cancelled"}
 
-    with started(prefect, "-c", FLOW, str(killed), *SMALL, *LONG) as process:
-        eventually(lambda: sft_saves(killed), 300)
+    with started(prefect, "-c", FLOW, str(killed), *LONG) as process:
+        eventually(lambda: saves(killed), 300)
         room = Workspace.read_only(killed)
         part = next(r for r in room.runs() if r.provenance.get("part_of"))
         os.kill(orchestrator_of(room, part.run).pid, signal.SIGKILL)
         process.communicate(timeout=300)
         refiner("cancel", part.run, f"workspace={killed}")  # its job has lived on
     assert process.returncode == 1
-    assert states(prefect, newest(prefect, "own")) == {"sft": "Crashed"}
+    assert states(prefect, newest(prefect, "own")) == {"command": "Crashed"}
 
 
 def test_importing_the_package_imports_no_prefect() -> None:

@@ -20,18 +20,21 @@ import pytest
 from infra.prefect_server import ensure_server
 from infra.store.orchestrators import OrchestratorProcess, orchestrator_of
 from infra.store.workspace import Workspace
-from tests.support.command import ROOT, SMALL, Stage, environment, refiner
+from tests.support.command import ROOT, SMALL, Stage, environment, own_trainer, refiner
 from tests.support.prefect_server import PrefectApi, eventually, private_server
 from tests.support.served import FINAL, Served, served_in, steps_of_grpo
 
 pytestmark = pytest.mark.prefect
-OVERRIDES = [*SMALL, "tracking.wandb=disabled", "dispatch.poll_s=0.1"]
+OVERRIDES = [
+    *(*SMALL, "stages=[data,grpo]", "grpo.num_training_steps=10"),
+    "dispatch.poll_s=0.1",
+]
 
 
 @pytest.fixture(scope="module")
 def served(prefect_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """`refiner serve` with the tiny recipe, a night in three minutes, and one for an automation."""
-    folder, soon = tmp_path_factory.mktemp("served"), datetime.now(UTC) + timedelta(minutes=3)
+    """`refiner serve` with the tiny recipe, a night in two minutes, and one for an automation."""
+    folder, soon = tmp_path_factory.mktemp("served"), datetime.now(UTC) + timedelta(minutes=2)
     nights = [write(folder, "soon", f"{soon:%M %H} * * *"), write(folder, "after", "0 3 1 1 *")]
     files = ("tiny", *map(str, nights))
     with served_in(folder, *files, PREFECT_RUNNER_POLL_FREQUENCY="1") as served:
@@ -59,26 +62,15 @@ def test_a_flow_run_cancelled_during_grpo_resumes_by_retry(served: Served, tmp_p
     assert resumed["resumed"]["step"] >= 1
 
 
-LONG_SFT = [
-    *(
-        "stages=[data,sft]",
-        "sft.num_train_epochs=2000",
-        "sft.max_train_steps=20000",
-        "sft.save_freq=20",
-        "sft.eval_freq=20000",
-    ),
-    *("tracking.wandb=disabled", "dispatch.poll_s=0.1", "data.synthetic_sft_rows=160"),
-]
-
-
-class Sft:
-    """A flow run with a long SFT, after its first save."""
+class Training:
+    """A flow run with a training that waits, after its first save."""
 
     def __init__(self, served: Served, workspace: Path) -> None:
-        self.served, self.workspace = served, workspace
-        parameters = {"recipe": "tiny", "workspace": str(workspace), "overrides": LONG_SFT}
+        self.served, self.workspace, self.may_end = served, workspace, workspace / "may-end"
+        overrides = [*own_trainer("--until", self.may_end), "publish.malformed=true"]
+        parameters = {"recipe": "own-trainer", "workspace": str(workspace), "overrides": overrides}
         self.flow_run = served.launch(**parameters)
-        eventually(lambda: list(workspace.glob("stages/sft-*/checkpoints/step-*")), 120)
+        eventually(lambda: list(workspace.glob("stages/command-*/work/ckpt_*")), 120)
         self.run = served.call(self.flow_run)
         self.room = Workspace.read_only(workspace)
 
@@ -101,47 +93,49 @@ class Sft:
 def test_a_killed_flow_process_or_orchestrator_is_crashed_until_a_retry(
     served: Served, tmp_path: Path
 ) -> None:
-    sft = Sft(served, tmp_path)
-    before = sft.orchestrator
-    sft.flow_process().kill()
-    assert served.ends(sft.flow_run, 60)["type"] == "CRASHED"
-    assert sft.orchestrator == before
+    training = Training(served, tmp_path)
+    before = training.orchestrator
+    training.flow_process().kill()
+    assert served.ends(training.flow_run, 60)["type"] == "CRASHED"
+    assert training.orchestrator == before
     assert before.standing == "running", "the work goes on without it"
-    sft.retry()
-    sft.retry()  # a second click
-    eventually(lambda: served.state(sft.flow_run)["type"] == "RUNNING", 60)
-    again = refiner("resume", sft.run, f"workspace={tmp_path}", "--no-server")
+    training.retry()
+    training.retry()  # a second click
+    eventually(lambda: served.state(training.flow_run)["type"] == "RUNNING", 60)
+    again = refiner("resume", training.run, f"workspace={tmp_path}", "--no-server")
     assert again.code == 2
-    assert sft.orchestrator == before, "followed again, and not started again"
+    assert training.orchestrator == before, "followed again, and not started again"
 
     os.kill(before.pid, signal.SIGKILL)
-    end = served.ends(sft.flow_run, 30)
+    end = served.ends(training.flow_run, 30)
     assert end["type"] == "CRASHED"
     assert "was killed" in end["message"]
-    sft.retry()
-    eventually(lambda: sft.orchestrator.standing == "running", 60)
-    done = refiner("cancel", sft.run, f"workspace={tmp_path}")
+    training.retry()
+    eventually(lambda: training.orchestrator.standing == "running", 60)
+    done = refiner("cancel", training.run, f"workspace={tmp_path}")
     assert done.code == 0, done.stderr
-    end = served.ends(sft.flow_run, 60)
+    end = served.ends(training.flow_run, 60)
     assert end["type"] == "CANCELLED", "cancelled in a shell, and seen here"
-    assert f"refiner resume {sft.run}" in end["message"]
+    assert f"refiner resume {training.run}" in end["message"]
 
 
 def test_a_suspended_flow_run_begins_no_stage_until_resumed(served: Served, tmp_path: Path) -> None:
-    flow_run = served.launch(recipe="tiny", workspace=str(tmp_path), overrides=list(SMALL))
-    eventually(lambda: list(tmp_path.glob("stages/sft-*/checkpoints/step-*")), 120)
+    training = Training(served, tmp_path)
+    flow_run = training.flow_run
     state = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
     served.prefect.post(f"/flow_runs/{flow_run}/set_state", {"state": state})
-    run, room = served.call(flow_run), Workspace.read_only(tmp_path)
-    eventually(lambda: not orchestrator_of(room, run).works, 120)
-    assert Stage(tmp_path, "sft").result(), "what ran has ended by itself"
-    assert not Stage(tmp_path, "grpo").attempts
+    (events,) = tmp_path.glob("runs/*/events.jsonl")
+    eventually(lambda: '"event": "cancel"' in events.read_text())
+    training.may_end.touch()
+    eventually(lambda: not training.orchestrator.works, 120)
+    assert Stage(tmp_path, "command").result(), "what ran has ended by itself"
+    assert not Stage(tmp_path, "publish").attempts
     eventually(lambda: served.state(flow_run)["name"] == "Suspended", 30)
     served.prefect.post(f"/flow_runs/{flow_run}/resume")
-    eventually(lambda: Stage(tmp_path, "grpo").attempts, 120)
-    served.set_state(flow_run, "CANCELLING", "Cancelling")
-    assert served.ends(flow_run, 60)["type"] == "CANCELLED"
-    eventually(lambda: not orchestrator_of(room, run).works, 60)
+    eventually(lambda: list(tmp_path.glob("stages/publish-*/result.json")), 240)
+    eventually(lambda: not training.orchestrator.works, 60)
+    served.ends(flow_run, 60)
+    assert len(Stage(tmp_path, "command").attempts) == 1
 
 
 def test_wrong_parameters_fail_before_any_job_with_the_fix(served: Served, tmp_path: Path) -> None:
@@ -163,7 +157,8 @@ def test_a_sweep_shows_every_stage_once_and_its_last_report(served: Served, tmp_
     file = tmp_path / "two.yaml"
     file.write_text(
         "recipe: tiny\nfactors: {sft.learning_rate: [1.0e-3, 2.0e-3]}\nseeds: [1]\n"
-        "overrides: ['stages=[data,sft]', sft.max_train_steps=2, data.synthetic_sft_rows=160]\n"
+        "overrides: ['stages=[data,sft]', sft.max_train_steps=2, sft.pack_length=512,"
+        " data.synthetic_sft_rows=160]\n"
     )
     flow_run = served.launch("sweep", sweep=str(file), workspace=str(tmp_path / "runs"))
     end = served.ends(flow_run)

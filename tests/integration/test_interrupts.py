@@ -11,7 +11,7 @@ from tests.support.command import Finished, Stage, kill_orchestrator, refiner, s
 def test_a_killed_run_ends_bitwise_equal(tmp_path: Path, small: tuple[str, ...]) -> None:
     training = (
         *(o for o in small if not o.startswith(("grpo.num_training", "sft.max_train"))),
-        *("sft.max_train_steps=8", "grpo.num_training_steps=16", "stages=[data,sft,grpo]"),
+        *("sft.max_train_steps=8", "grpo.num_training_steps=12", "stages=[data,sft,grpo]"),
     )
     undisturbed, workspace = tmp_path / "undisturbed", tmp_path / "runs"
 
@@ -57,4 +57,4 @@ def test_a_killed_run_ends_bitwise_equal(tmp_path: Path, small: tuple[str, ...])
         assert ours.trace() == theirs.trace(), "loss trace, with no doubled or missing step"
         assert ours.hashes() == theirs.hashes(), "weights"
     rollouts = sorted(p.name for p in grpo.attempts[-1].glob("rollouts/*"))
-    assert rollouts == [f"step-{n:08d}.parquet" for n in range(1, 17)]
+    assert rollouts == [f"step-{n:08d}.parquet" for n in range(1, 13)]

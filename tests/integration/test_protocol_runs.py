@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(240)
 
 PROTOCOL = """\
 name: {name}
-evaluate: {{decoding: [greedy], max_prompts: 10, batch_size: 1, bootstrap_samples: 100}}
+evaluate: {{decoding: [greedy], max_prompts: 6, batch_size: 1, bootstrap_samples: 100}}
 reward: {{rubric_source: static, static_rubrics: reader-v1}}
 judge:
   kind: openai
@@ -62,8 +62,8 @@ def test_a_killed_evaluation_continues_to_the_numbers_of_an_undisturbed_one(tmp_
     assert running.returncode == 0
     numbers = json.loads(out)["evaluations"]
     assert {(n["stage"], n["under"], n["n"]) for n in numbers} == {
-        ("base", "mine", 10),
-        ("random_copier", "mine", 10),
+        ("base", "mine", 6),
+        ("random_copier", "mine", 6),
     }
     assert numbers[0]["protocol_name"].startswith("mine/greedy/")
     assert len(stage.attempts) == 2

@@ -23,10 +23,10 @@ from tests.support.stage_io import FolderStageIO
 
 STEPS = (
     *("stages=[data,grpo,publish,evaluate]", "evaluate.models=[grpo]"),
-    *("grpo.num_training_steps=24", "grpo.save_freq=12", "grpo.keep=1", "dispatch.poll_s=0.1"),
+    *("grpo.num_training_steps=12", "grpo.save_freq=6", "grpo.keep=1", "dispatch.poll_s=0.1"),
     *("evaluate.decoding=[greedy]", "evaluate.max_prompts=2"),
 )
-CLAIM = ("claim", "export-step12")
+CLAIM = ("claim", "export-step6")
 HUB = ("publish.target=hub", "publish.repo_id=me/refiner", "publish.private=false")
 
 
@@ -65,14 +65,14 @@ def test_every_save_is_published_with_its_card(published: Finished, workspace: P
     claimed = next(i for i, e in enumerate(events) if (e["event"], e.get("stage")) == CLAIM)
     trained = [(e.get("stage"), e.get("state")) for e in events].index(("grpo", "done"))
     assert claimed < trained, "the first one before training ends"
-    folders = [target(published, n) for n in ("publish-step12", "publish")]
+    folders = [target(published, n) for n in ("publish-step6", "publish")]
     weights = {(f / "model.safetensors").read_bytes() for f in folders}
     assert len(weights) == 2, "each step has weights of its own"
     assert list(workspace.glob("stages/*/holds/*")) == [], "nothing is held any more"
     card, last = [(folder / "README.md").read_text() for folder in folders]
-    assert "step 12" in card
+    assert "step 6" in card
     assert "No evaluation of this checkpoint is recorded" not in card
-    assert "step 12" in last, "its card has the progress of training"
+    assert "step 6" in last, "its card has the progress of training"
 
 
 def test_an_export_equals_training(published: Finished, workspace: Path, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_an_export_equals_training(published: Finished, workspace: Path, tmp_pat
     config = from_json(
         RecipeConfig, json.loads((grpo.attempts[-1] / "intent.json").read_text())["config"]
     )
-    (checkpoint,) = grpo.folder.glob("checkpoints/step-*24")
+    (checkpoint,) = grpo.folder.glob("checkpoints/step-*12")
     # The job that exports has no GPU, whatever the trainer computes attention with.
     elsewhere = replace(config.model, attn_implementation="flash_attention_2")
     report = export_checkpoint(
@@ -105,7 +105,7 @@ def test_by_hand_what_is_published_is_not_published_again(
     published: Finished, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     again = refiner(
-        "publish", f"workspace={workspace}", "--step", "12", "--step", "24", "--json", "--no-server"
+        "publish", f"workspace={workspace}", "--step", "6", "--step", "12", "--json", "--no-server"
     )
     assert again.code == 0, again.stderr
     assert {s["state"] for s in again.json["stages"]} == {"skipped"}
@@ -113,7 +113,7 @@ def test_by_hand_what_is_published_is_not_published_again(
     assert back.code == 0, back.stderr
     assert "have changed" not in back.stderr, "it is the publication that was asked for"
     for wrong, named in (
-        (["--step", "8"], "12, 24"),
+        (["--step", "8"], "6, 12"),
         (["grpo.beta=0.5"], "the training is recorded"),
         (["publish.which=best", "--dry-run"], "--step N"),
     ):
@@ -129,19 +129,19 @@ def test_a_dead_run_is_published(hub: LoopbackHub, small: tuple[str, ...], tmp_p
     arguments = ("run", "tiny", f"workspace={workspace}", *small, *STEPS, "stages=[data,grpo]")
     run = start(*arguments, "--no-server")
     grpo = Stage(workspace, "grpo")
-    wait_until(lambda: list(workspace.glob("stages/grpo-*/checkpoints/step-*12")), "a checkpoint")
+    wait_until(lambda: list(workspace.glob("stages/grpo-*/checkpoints/step-*6")), "a checkpoint")
     run.send_signal(signal.SIGKILL)
     worker = wait_until(lambda: grpo.worker, "the worker")
     worker.kill_group()
     run.communicate(timeout=60)
-    done = refiner("publish", f"workspace={workspace}", "--step", "12", *HUB, "--no-server")
+    done = refiner("publish", f"workspace={workspace}", "--step", "6", *HUB, "--no-server")
     steps = [p.name for p in workspace.glob("stages/grpo-*/checkpoints/step-*")]
     assert done.code == 0, (done.stderr, steps)
-    assert "tags/step-12" in hub.refs("me/refiner")
-    assert "model.safetensors" in hub.contents("me/refiner", "step-12")
+    assert "tags/step-6" in hub.refs("me/refiner")
+    assert "model.safetensors" in hub.contents("me/refiner", "step-6")
     on = refiner(*arguments, "--no-server", "--quiet")
     assert on.code == 0, on.stderr
-    assert grpo.result()["report"]["steps"] == 24
+    assert grpo.result()["report"]["steps"] == 12
 
 
 def test_a_hub_that_refuses_stops_no_training_and_the_same_command_publishes_later(
@@ -160,16 +160,16 @@ def test_a_hub_that_refuses_stops_no_training_and_the_same_command_publishes_lat
     assert first.code == 9, first.stderr
     states = {s["name"]: s["state"] for s in first.json["stages"]}
     assert states["grpo"] == "done"
-    assert states["export-step12"] == "done"
-    assert states["publish-step12"] == "interrupted"
+    assert states["export-step6"] == "done"
+    assert states["publish-step6"] == "interrupted"
     hub.faults = []
     second = refiner(*arguments, "--json")
     assert second.code == 0, second.stderr
     states = {s["name"]: s["state"] for s in second.json["stages"]}
     assert states["grpo"] == "skipped"
-    assert {states["publish-step12"], states["publish"]} == {"done"}
+    assert {states["publish-step6"], states["publish"]} == {"done"}
     refs = hub.refs("me/refiner")
-    assert "tags/step-12" in refs
+    assert "tags/step-6" in refs
     main = hub.contents("me/refiner")
     final = Stage(workspace, "grpo").attempts[-1] / "output" / "model" / "model.safetensors"
     assert main["model.safetensors"] == final.read_bytes(), "main ends at the last step"

@@ -151,7 +151,7 @@ def test_a_killed_worker_leaves_no_process_behind(workspace: Workspace, start: S
 TRAINING = (
     *(option for option in SMALL if not option.startswith(("sft.", "grpo."))),
     *("sft.max_train_steps=8", "sft.eval_freq=4", "sft.save_freq=1", "--no-server"),
-    "sft.gradient_accumulation_steps=2",
+    *("sft.gradient_accumulation_steps=2", "sft.pack_length=512"),
 )
 
 

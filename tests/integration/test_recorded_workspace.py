@@ -127,8 +127,8 @@ def test_an_interrupted_run_is_resumed_from_its_checkpoint(place: Path) -> None:
 
 
 def test_it_is_extended_without_training_again(place: Path) -> None:
-    only = "stages=[data,sft,grpo,evaluate]"
-    args = ("recipe.yaml", "evaluate.num_samples=3", only, "workspace=runs")
+    only = ("stages=[data,sft,grpo,evaluate]", "evaluate.models=[grpo]")
+    args = ("recipe.yaml", "evaluate.num_samples=3", *only, "workspace=runs")
     planned = call(place, "plan", *args, "--json").json["stages"]
     trains = {s["name"]: s["action"] for s in planned if s["name"] in ("data", "sft", "grpo")}
     assert trains == {"data": "skip", "sft": "skip", "grpo": "skip"}

@@ -1,7 +1,8 @@
 """The run that died on a full quota, short: it comes back by itself, with the very same weights.
 
 Slurm and the quota are real; another process fills the quota in the middle of saves. The long
-version, with more of everything, is ``python -m tests.prove.step100``.
+versions, with more of everything, are ``python -m tests.prove.step100`` and, for a neighbour that
+takes every freed byte, on Slurm too, ``python -m tests.prove.neighbour``.
 """
 
 from __future__ import annotations
@@ -44,16 +45,12 @@ def undisturbed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Tell
     return tell("control", None, folder, (*SHORT, f"model.name_or_path={trained}"))
 
 
-@pytest.mark.parametrize(
-    "where", ["local", pytest.param("slurm", marks=[pytest.mark.slurm, pytest.mark.slow])]
-)
 def test_a_neighbour_that_takes_every_freed_byte_costs_no_retries_and_changes_no_weights(
-    where: str, undisturbed: Telling, trained: Path, tmp_path: Path, request: pytest.FixtureRequest
+    undisturbed: Telling, trained: Path, tmp_path: Path
 ) -> None:
-    cluster = request.getfixturevalue("cluster") if where == "slurm" else None
     with quota_folder(tmp_path / "q", 64) as disk:
         disturbed = tell(
-            *("disturbed", cluster, disk.folder, (*SHORT, f"model.name_or_path={trained}")),
+            *("disturbed", None, disk.folder, (*SHORT, f"model.name_or_path={trained}")),
             hold_s=1.0,
             fill=["--refill", "--rounds", "2", "--hold-s", "9", "9"],
         )
@@ -68,7 +65,7 @@ def test_a_neighbour_that_takes_every_freed_byte_costs_no_retries_and_changes_no
 def test_a_full_quota_changes_no_weights(cluster: Cluster, trained: Path, tmp_path: Path) -> None:
     overrides = (
         *(o for o in SMALL if not o.startswith("grpo.")),
-        *("grpo.num_training_steps=40", "grpo.num_unique_prompts_rollout=2"),
+        *("grpo.num_training_steps=24", "grpo.num_unique_prompts_rollout=2"),
         *("grpo.num_samples_per_prompt_rollout=4", "grpo.save_freq=2"),
         *("stages=[data,grpo]", f"model.name_or_path={trained}"),
     )

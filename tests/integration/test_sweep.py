@@ -20,7 +20,7 @@ from infra.host.processes import ProcessId
 from infra.store.layout import sweep_call
 from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
-from tests.support.command import SMALL, Stage, kill_orchestrator, refiner, start, wait_until
+from tests.support.command import SMALL, Stage, called, kill_orchestrator, refiner, start, wait_until
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.slurm_cluster import Cluster
 
@@ -74,7 +74,7 @@ class Sweep:
         return Workspace.read_only(self.root)
 
     def status(self) -> dict[str, Any]:
-        return refiner("status", "ablation", f"workspace={self.root}", "--json").json
+        return called("status", "ablation", f"workspace={self.root}", "--json").json
 
     def states(self) -> dict[str, str]:
         return {t["trial"]: t["state"] for t in self.status()["trials"]}
@@ -147,7 +147,7 @@ def test_a_sweep_trains_compares_and_knows_what_is_done(tmp_path: Path) -> None:
     assert again.code == 0, "nothing is left to do, so nobody is asked"
     assert again.json["counts"] == {"done": 2}
     assert len(list(root.glob("runs/*"))) == 2
-    shown = refiner("status", f"workspace={root}")
+    shown = called("status", f"workspace={root}")
     assert "sweep beta of tiny" in shown.stdout, "the newest thing here is a sweep"
 
 
@@ -160,9 +160,9 @@ def test_a_failed_arm_stops_no_other_and_an_amended_sweep_runs_only_new_stages(
     assert done.code == 1, done.stderr
     states = {t["trial"]: t["state"] for t in done.json["trials"]}
     assert states == {"plain/seed1": "done", "bad/seed1": "failed"}
-    trial = refiner("status", "ablation:plain/seed1", f"workspace={sweep.root}", "--json").json
+    trial = called("status", "ablation:plain/seed1", f"workspace={sweep.root}", "--json").json
     assert trial["finished"]
-    said = refiner("status", "ablation", f"workspace={sweep.root}").stdout
+    said = called("status", "ablation", f"workspace={sweep.root}").stdout
     assert "failed: bad/seed1: command: " in said
     assert "refiner resume ablation" in said
     before = sweep.attempts()

@@ -25,6 +25,7 @@ SMALL = (
     "data.synthetic_sft_rows=160",
     "data.synthetic_rl_rows=40",
     "sft.max_train_steps=4",
+    "sft.pack_length=512",
     "sft.eval_freq=2",
     "sft.save_freq=1",
     "grpo.num_training_steps=5",
@@ -38,8 +39,33 @@ SMALL = (
     "tracking.wandb=disabled",
     "dispatch.nice=0",
 )
+_TRAINER = ROOT / "tests" / "support" / "external_trainer.py"
+_WEIGHTS = ROOT / "refiner_core" / "models" / "tiny" / "model.safetensors"
 #: What a clock or a judge's store has to do with; never part of a comparison of two runs.
 TIMED = MEASURED
+
+
+def own_trainer(*options: object) -> tuple[str, ...]:
+    """Overrides of the recipe `own-trainer`: a script that saves every 4 steps and hardly needs a
+    processor, for tests of what happens around a training. With ``"--until", FILE`` it waits after
+    step 8 until there is a file."""
+    run = (
+        sys.executable,
+        str(_TRAINER),
+        "--out {output} --seed {seed} {resume}",
+        *map(str, options),
+    )
+    settings = {
+        "run": " ".join((*run, "--like", str(_WEIGHTS))),
+        "resume_arguments": "--resume_from {checkpoint}",
+        "checkpoints": "ckpt_*",
+        "complete": "file:trainer.json",
+        "progress_pattern": r"step (?P<step>\d+)/(?P<total>\d+) loss (?P<loss>\S+)",
+    }
+    return (
+        *(f"command.{name}={json.dumps(value)}" for name, value in settings.items()),
+        *("tracking.wandb=disabled", "dispatch.nice=0", "dispatch.poll_s=0.1"),
+    )
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ def parse():
     p.add_argument("--leave_at", type=int, help="end with 0 there, once or always")
     p.add_argument("--always", action="store_true")
     p.add_argument("--hang_at", type=int)
+    p.add_argument("--until", type=Path, help="wait after step 8 until this file exists")
     p.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
     p.add_argument("--child", action="store_true", help="start a background process, as tools do")
     return p.parse_args()
@@ -95,6 +96,10 @@ def main():
     while step < args.steps:
         step += 1
         time.sleep(args.step_s)
+        for _ in range(30_000 if step > 8 and args.until else 0):  # ten minutes at most
+            if args.until.exists() or STOP:
+                break
+            time.sleep(0.02)
         if step == args.hang_at and not args.resume_from:
             time.sleep(600)
         if step == args.die_at and not args.resume_from:

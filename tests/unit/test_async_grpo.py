@@ -234,6 +234,7 @@ def break_saving(run: TrainRun, patch: pytest.MonkeyPatch, nth: int) -> None:
         *((break_judging, 2), (break_update, 2), (break_saving, 1)),
     ],
 )
+@pytest.mark.slow
 def test_a_fault_at_every_step_changes_no_result(straight, new, behind, breaking):
     """Every process but the last gets one step further than the one before it, or none."""
     run, broken = new(async_steps=behind), 0
@@ -254,6 +255,7 @@ def test_a_fault_at_every_step_changes_no_result(straight, new, behind, breaking
 
 
 @pytest.mark.parametrize(("behind", "async_save"), [(1, True), (2, False), (2, True)])
+@pytest.mark.slow
 def test_stopped_after_every_step_it_resumes_bitwise(straight, new, behind, async_save):
     run = new(async_steps=behind, save_freq=100, async_save=async_save)
     assert run.stopped_after(*range(1, STEPS)) == straight(behind)[1]
@@ -367,6 +369,7 @@ def test_a_step_is_filled_up_until_enough_groups_have_spread(new, behind):
 
 
 @pytest.mark.parametrize("behind", [0, 2])
+@pytest.mark.slow
 def test_filling_up_resumes_bitwise(new, behind):
     def active(name: str) -> TrainRun:
         run = new(name, active_sampling=True, async_steps=behind, save_freq=2)
@@ -380,6 +383,7 @@ def test_filling_up_resumes_bitwise(new, behind):
     assert cut.outcome() == whole.outcome()
 
 
+@pytest.mark.slow
 def test_an_outage_while_filling_up_an_older_policys_batch_goes_back_to_the_last_save(new):
     """Its next round needs weights that no checkpoint has."""
     flat = flat_for({"prompt-2", "prompt-3", "prompt-6"})

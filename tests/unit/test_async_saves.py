@@ -379,6 +379,7 @@ def told(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fault", ["slow", "full"])
+@pytest.mark.slow
 def test_both_ranks_save_one_moment(told: dict[str, Any], fault: str) -> None:
     found = told[fault]
     assert (found["steps"], found["error"]) == ([4, 8, 9], "")

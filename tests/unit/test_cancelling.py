@@ -65,6 +65,7 @@ def cancel(
     return cancelling.cancel(workspace, run, wait_s=2.0)
 
 
+@pytest.mark.slow
 def test_a_job_that_lives_on_is_not_closed(
     workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +86,7 @@ def test_kills_repeat(
 
 
 @pytest.mark.parametrize("room_comes_back", [True, False])
+@pytest.mark.slow
 def test_jobs_are_ended_on_a_full_disk(
     workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch, room_comes_back: bool
 ) -> None:

@@ -393,6 +393,7 @@ def measured(draw: st.DrawFn) -> CardFacts:
 
 @settings(max_examples=8, deadline=None)
 @given(measured(), st.data())
+@pytest.mark.slow
 def test_a_card_is_silent_until_a_number_is_changed(given: CardFacts, data: st.DataObject) -> None:
     card, evidence = published(given)
     assert check_card(card, evidence) == []
@@ -488,6 +489,7 @@ def test_numbers_of_a_card_are_bounded(text: str) -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_a_front_matter_is_read_without_aliases_and_not_beyond_its_size() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]

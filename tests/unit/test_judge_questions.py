@@ -170,6 +170,7 @@ _TEXTS = st.one_of(st.text(), st.lists(_PIECES, max_size=40).map("".join))
 
 @settings(deadline=None, max_examples=60)
 @given(_TEXTS, st.integers(1, 4))
+@pytest.mark.slow
 def test_any_text_is_read_without_error_or_score_out_of_range(text: str, count: int) -> None:
     one = parse_judgement(text)
     assert (one.score is None) == (one.status == "failed")

@@ -365,6 +365,7 @@ def test_a_server_that_comes_back_elsewhere_is_found(judge_at: Any) -> None:
     assert usage.failed == 0
 
 
+@pytest.mark.slow
 def test_a_pause_does_not_use_up_deadlines(judge_at: Any) -> None:
     """The servers are gone for longer than an item, and than a batch, may take."""
     with JudgeServer(lambda body, call: score(2)) as server:
@@ -379,6 +380,7 @@ def test_a_pause_does_not_use_up_deadlines(judge_at: Any) -> None:
     assert judge.usage().paused_s > 1.0
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_without_closing_connections_fails_nothing(judge_at: Any) -> None:
     """Its node is gone, or the network: calls hang, and so does a look at it."""
     back = threading.Event()

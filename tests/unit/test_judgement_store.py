@@ -257,6 +257,7 @@ def test_what_the_disk_did_not_take_is_written_when_there_is_room_again(
 # ---------------------------------------------------------------- staying small
 
 
+@pytest.mark.slow
 def test_the_oldest_judgements_go_when_the_store_is_full(folder: Path) -> None:
     limit = 600_000  # segments of 75 kB
     with opened(folder, limit) as one:

@@ -153,6 +153,7 @@ def test_another_protocol_starts_another_series(lab: NightLab) -> None:
 # ---------------------------------------------------------------- channels
 
 
+@pytest.mark.slow
 def test_a_failed_channel_is_recorded_and_fails_no_night(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ def test_clock_steps_are_ignored(
     until(campaign.step)
 
 
+@pytest.mark.slow
 def test_read_only_files_end_nothing(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fail-over: nothing can be claimed, submitted, noted or closed."""
     plan = small_plan("data", backoff_s=0.0, poll_s=0.01)

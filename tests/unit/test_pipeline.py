@@ -54,6 +54,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
+@pytest.mark.slow
 def test_ctrl_c_asks_to_stop_and_a_second_one_leaves() -> None:
     class Impatient(Console):
         presses = 0

@@ -177,6 +177,7 @@ def keyed(key: str | None) -> tuple[int, str]:
         (lambda key: (503, ""), ServerError, "answers 503"),
     ],
 )
+@pytest.mark.slow
 def test_unusable_servers(
     serve: Serve, answer: Answer, kind: type[RefinerError], what: str
 ) -> None:

@@ -59,6 +59,7 @@ def test_more_prompts_show_smaller_effects_and_an_unknown_number_none(plan: Swee
     assert "unknown before the data are made" in detectable_lines(unknown)[0]
 
 
+@pytest.mark.slow
 def test_the_formulas_are_evaluated_at_the_planned_size() -> None:
     known = KNOWN.components
     found = detectable(_asks(_plan(arms=4), smallest_effect=0.06), 100, KNOWN)
@@ -72,6 +73,7 @@ def test_the_formulas_are_evaluated_at_the_planned_size() -> None:
     assert detectable(_plan(arms=2), 1, KNOWN).effect is None
 
 
+@pytest.mark.slow
 def test_the_suggested_size_is_the_least_sufficient_one(plan: SweepPlan) -> None:
     known = KNOWN.components
     for wanted in (0.02, 0.03, 0.05, 0.06, 0.079):

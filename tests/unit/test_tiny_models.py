@@ -214,6 +214,7 @@ def test_a_wrong_name_lists_the_packaged_models():
         resolve_ref("builtin:tiny_tools")
 
 
+@pytest.mark.slow
 def test_the_packaged_base_does_not_know_the_task(tokenizer):
     base = load_model("builtin:tiny", ModelConfig())
     scores = []

@@ -146,6 +146,7 @@ def test_unscored_rollouts_leave_statistics_and_loss_but_are_stored(run):
     assert metrics["samples/trained"] <= 10
 
 
+@pytest.mark.slow
 def test_a_judge_outage_stops_before_training_and_keeps_the_steps_before(run):
     calls = []
 

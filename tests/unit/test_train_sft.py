@@ -40,6 +40,7 @@ def run(tmp_path):
     return train
 
 
+@pytest.mark.slow
 def test_it_learns_what_can_be_learnt(run):
     report, _ = run(num_train_epochs=12.0, lr_scheduler_type="constant")
     curve = report["validation_loss"]["curve"]

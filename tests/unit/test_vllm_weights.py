@@ -35,6 +35,7 @@ def importable_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(extension.__file__).parent))
 
 
+@pytest.mark.slow
 def test_after_a_sync_samples_are_of_the_new_weights(tmp_path: Path) -> None:
     """With tied embeddings and a prefix cache from before: both stay old unless seen to."""
     servers = InThreads(2)

@@ -32,6 +32,7 @@ def newest(workspace: Workspace) -> str:
     return find_run(workspace).run
 
 
+@pytest.mark.slow
 def test_a_call_that_finds_everything_done_is_not_the_newest(tmp_path: Path) -> None:
     """Older weights were taken in the night for it, and it has nothing to show."""
     first = trained(tmp_path / "runs", 1, "stages=[data,sft,grpo,publish]")
@@ -51,6 +52,7 @@ def test_a_call_that_finds_everything_done_is_not_the_newest(tmp_path: Path) -> 
         _run_with_model(Workspace.open(tmp_path / "none"), None)
 
 
+@pytest.mark.slow
 def test_a_call_that_only_waits_is_not_the_newest(tmp_path: Path) -> None:
     """After kill -9 the same command takes up what still runs, and has a record of its own."""
     first = RecordedRun(tmp_path / "runs", TRAINS)

@@ -211,6 +211,7 @@ def test_compiled_files_of_python_are_no_change(tmp_path: Path, package: str) ->
     assert snapshot_code(workspace, [package]) == code
 
 
+@pytest.mark.slow
 def test_a_job_whose_code_is_gone_runs_no_other(tmp_path: Path) -> None:
     """Python passes over a folder that is not there, and imports what is installed."""
     workspace = Workspace.open(tmp_path / "ws")
