@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from refiner_core.contract.errors import (
     HealthStop,
     Interrupted,
     JudgeOutage,
-    KilledError,
     StageFailed,
     WorkspaceError,
 )
@@ -101,22 +98,6 @@ def test_a_batch_is_sampled_by_weights_of_exactly_the_age_that_the_recipe_says(
     assert gaps[0] < 1e-5 < 1e-3 < gaps[1]
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(TransformersGenerator, "generate"), (PlainEngine, "step")]
-)
-def test_results_do_not_depend_on_which_side_is_faster(straight, new, monkeypatch, owner, name):
-    plain = getattr(owner, name)
-
-    def slowly(*args: Any, **named: Any) -> Any:
-        time.sleep(0.1)
-        return plain(*args, **named)
-
-    monkeypatch.setattr(owner, name, slowly)
-    run = new(async_steps=1)
-    assert run() == straight(1)[1]
-    assert run.outcome() == straight(1)[2]
-
-
 def test_the_next_batch_is_sampled_while_the_last_one_trains(new, monkeypatch):
     """The update of step 1 does not return before the sampling of batch 2 has begun, and the other
     way round: only at once can both get on."""
@@ -164,17 +145,6 @@ def test_servers_give_the_run_of_the_model_beside_the_trainer(straight, new, beh
     # Each time before something is sampled: every version once, and for nothing that is not needed.
     expected = {0: [0, 1, 2, 3, 4], 1: [0, 1, 2, 3]}[behind]
     assert [int(version) for version in servers.versions] == expected
-
-
-def test_weights_that_do_not_reach_the_servers_end_the_stage(new):
-    servers, run = ModelServers(tiny_model(5)), new(async_steps=1)
-
-    def lost(whole: Any, version: str) -> None:
-        raise KilledError("the server is gone")
-
-    servers.sync = lost
-    with pytest.raises(KilledError, match="the server is gone"):
-        served(run, servers)
 
 
 # ---------------------------------------------------------------- interrupted anywhere
@@ -380,19 +350,6 @@ def test_filling_up_resumes_bitwise(new, behind):
     assert cut.outcome() == whole.outcome()
 
 
-def test_an_outage_while_filling_up_an_older_policys_batch_goes_back_to_the_last_save(new):
-    """Its next round needs weights that no checkpoint has."""
-    flat = flat_for({"prompt-2", "prompt-3", "prompt-6"})
-    make = functools.partial(new, active_sampling=True, async_steps=1, save_freq=2)
-    whole, cut = make("whole"), make("cut")
-    whole.rewards, cut.rewards = flat, failing(flat, 6, JudgeOutage("nobody is there"))
-    report = whole()
-    with pytest.raises(JudgeOutage):
-        cut()
-    assert cut() == report
-    assert cut.outcome() == whole.outcome()
-
-
 # ---------------------------------------------------------------- health
 
 
@@ -420,16 +377,3 @@ def test_a_health_check_that_stops_keeps_the_state_before_the_step(new):
     assert run.io.checkpoint_steps() == [2]
     assert run() == whole()
     assert run.outcome() == whole.outcome()
-
-
-def test_a_loss_that_is_not_finite_can_be_skipped(new):
-    def rewards(items: Any, *args: Any) -> list[RewardResult]:
-        results = count_low_words(items, *args)
-        return [RewardResult("scored", math.nan, {}), *results[1:]]
-
-    run = new(health=HealthConfig(not_finite="skip"), num_training_steps=2)
-    run.rewards = rewards
-    run()
-    assert run.column("optimizer_steps") == [0, 0]
-    assert run.column("health/not_finite") == [1, 1]
-    assert "loss/total_avg" not in run.io.metrics()[0]

@@ -26,8 +26,7 @@ from infra.jobs.signals import AttemptClosed
 from infra.store.checkpoints import CheckpointStore, step_name
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import DamagedCheckpoint, Interrupted, NoSpaceError
-from refiner_core.training.engines.plain import open_engine
+from refiner_core.contract.errors import Interrupted, NoSpaceError
 from refiner_core.training.ranks import TALK, Ranks
 from refiner_core.training.sft import train_sft
 from refiner_core.training.steps.checkpoint_manager import SAVE_TRIES, CheckpointManager
@@ -162,15 +161,6 @@ def test_an_error_of_a_save_is_raised_later(training: Training, error: Exception
     assert (training.edge.saved_step, training.io.checkpoint_steps()) == (0, [])
     with pytest.raises(type(error), match=str(error)), training.edge:
         training.go()
-
-
-def test_a_save_to_a_full_disk_is_repeated(training: Training) -> None:
-    training.io.errors += [NoSpaceError("full"), NoSpaceError("full")]
-    training.go(3)
-    training.io.go_on.set()
-    training.wait_for_save()
-    training.go()
-    assert (training.io.full, training.saved(2)) == (2, ("20", "20"))
 
 
 @pytest.mark.parametrize("ends_at", ["a stop", "the last step", "an error"])
@@ -318,20 +308,6 @@ def test_a_stopped_run_continues_from_its_newest_readable_checkpoint(
         weights = (root / "out/model/model.safetensors").read_bytes()
         assert (report, weights) == synchronous[1:]
     assert f"{newest} is damaged" in caplog.text
-
-
-def test_an_engine_that_refuses_a_checkpoint_is_as_it_was(inputs: Path, tmp_path: Path) -> None:
-    engine = open_engine(recipe(), "sft", str(inputs / "model"), Ranks())
-    before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
-    engine.snapshot({"stage": "sft"}).write(tmp_path)
-    with torch.no_grad():
-        for parameter in engine.model.parameters():
-            parameter.add_(1)
-    next(tmp_path.glob("rng-rank*")).write_bytes(b"no random state")
-    with pytest.raises(DamagedCheckpoint):
-        engine.restore(tmp_path)
-    for name, parameter in engine.model.named_parameters():
-        assert torch.equal(parameter, before[name] + 1), "nothing was changed"
 
 
 # ---------------------------------------------------------------- two ranks

@@ -83,19 +83,6 @@ def test_seeds_are_paired_in_order_and_means_are_over_them(tmp_path: Path) -> No
         compare_results([], [])
 
 
-def test_metrics_of_one_side_are_left_out(tmp_path: Path) -> None:
-    a = evaluated(tmp_path / "a", 0.125)
-    b = evaluated(tmp_path / "b", rubric_score=None, reward="p2")
-    assert [row["metric"] for row in compare_results([a], [b])] == ["citation_f1"]
-    reverse = evaluated(tmp_path / "c")
-    results = json.loads((reverse / "results.json").read_text())
-    results["evaluations"].reverse()
-    (reverse / "results.json").write_text(json.dumps(results))
-    assert [row["metric"] for row in compare_results([reverse], [a])] == [
-        *("citation_f1", "reward", "rubric_score")
-    ], "in the order of the first"
-
-
 def test_other_protocols_are_refused_with_all_fields_but_where_the_data_lie(tmp_path: Path) -> None:
     a, same = evaluated(tmp_path / "a"), evaluated(tmp_path / "same")
     b = evaluated(tmp_path / "b", citation_f1="p2")

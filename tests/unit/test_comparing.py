@@ -136,31 +136,6 @@ def test_other_prompts_in_one_seed_refuse_its_arm(other: dict[str, Any]) -> None
     assert number(make_report(made.evidence()), "new").verdict == "not comparable"
 
 
-def test_a_protocol_without_stages_of_its_own_is_answered_by_the_one_that_measures_alike() -> None:
-    asked = {"metric": "rubric_score", "protocol": "mine"}
-    for question, answered in ((asked, False), ({**asked, "measured_as": ""}, True)):
-        made = MadeSweep(("base", "new"), question=question)
-        for seed in made.seeds:
-            made.add("base", seed, {"rubric_score": drawn()})
-            made.add("new", seed, {"rubric_score": drawn(0.4)})
-        report = make_report(made.evidence())
-        assert any(c.primary for c in report.comparisons) is answered
-
-
-def test_an_own_evaluation_does_not_replace_one_under_a_protocol_file() -> None:
-    """An arm may measure itself just as the file does, on fewer prompts: both are there."""
-    few, file = drawn(prompts=10), {**PROTOCOL, "file": "held-out"}
-    made = MadeSweep(("base", "new"), question={"protocol": "held-out"})
-    for seed in made.seeds:
-        made.add("base", seed, {"rubric_score": few}, content="few")
-        for arm in ("base", "new"):
-            under = {"protocol": file, "protocol_file": "held-out"}
-            made.add(arm, seed, {"rubric_score": drawn()}, **under)
-    report = make_report(made.evidence())
-    assert [n.verdict for n in report.primary.numbers] == [None, "not clear"]
-    assert {n.n for n in report.primary.numbers} == {PROMPTS}
-
-
 def test_another_judge_is_another_comparison_and_a_common_protocol_answers() -> None:
     other = {**PROTOCOL, "judge": {**PROTOCOL["judge"], "model": "judge-70b"}}
     made = MadeSweep(("base", "new"))

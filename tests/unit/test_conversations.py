@@ -6,8 +6,6 @@ import math
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("transformers")
 
@@ -216,15 +214,3 @@ def test_templates_that_cannot_be_appended_to_are_refused(template: str, why: st
 
     with pytest.raises(ConfigurationError, match=why):
         two_turns()
-
-
-def test_tokenizers_that_change_pieces_are_refused() -> None:
-    listed = ("▁", "▁Rules", "<", "tool", "_", "call", ">", "a", "b", "{", "}")
-    words = {word: number for number, word in enumerate(listed)}
-    core = Tokenizer(models.WordLevel(words | {"?": len(words)}, unk_token="?"))
-    core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.decoder = decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="?")
-    tokenizer.chat_template = LLAMA_LIKE
-    with pytest.raises(ConfigurationError, match="tokenised in pieces"):
-        prompt_ids(tokenizer, POLICY, TOOLS)

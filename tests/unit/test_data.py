@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from refiner_core.contract.config import DataConfig, GrpoConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted
-from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow
+from refiner_core.contract.types import Progress
 from refiner_core.data.chat import encode_demonstration, encode_prompt
 from refiner_core.data.prepare import FILES, prepare_data
 from refiner_core.data.prepared import (
     load_demonstrations,
     load_prompts,
-    write_demonstrations,
     write_prompts,
 )
 from refiner_core.data.rows import DataRow, choose_questions, parse_row
@@ -123,18 +120,6 @@ def with_loss(ids: tuple[int, ...], mask: tuple[bool, ...]) -> list[int]:
 
 
 # ---------------------------------------------------------------- prepared files
-
-
-def test_prepared_rows_come_back_as_they_were(tmp_path: Path):
-    prompts = [
-        PromptRow("a", "Why? é", "text", (1, 2), "{}", truth={"gold_ids": ["S_1"]}),
-        PromptRow("b", "How?", "text", (3,), "{}", refiner_mode="reasoned"),
-    ]
-    write_prompts(tmp_path / "p.parquet", prompts)
-    assert load_prompts(tmp_path / "p.parquet") == prompts
-    demonstrations = [DemonstrationRow("a", (1, 2, 3), (False, True, True))]
-    write_demonstrations(tmp_path / "d.parquet", demonstrations)
-    assert load_demonstrations(tmp_path / "d.parquet") == demonstrations
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path):
@@ -522,14 +507,3 @@ def test_a_stop_request_ends_the_stage_as_resumable(tmp_path: Path):
     assert caught.value.resumable
     assert seen
     assert not (tmp_path / "report.json").exists()
-
-
-def test_planning_loads_neither_torch_nor_transformers_nor_datasets():
-    code = (
-        "import sys; from refiner_core.contract.config import DataConfig;"
-        "from refiner_core.data.sources import source_digest; source_digest(DataConfig(), 'rl');"
-        "import refiner_core.data.prepare;"
-        "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

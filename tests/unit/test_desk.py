@@ -109,33 +109,6 @@ def test_texts_rules_and_outcomes_are_those_of_the_version(experts: Experts) -> 
     assert PINNED.get(VERSION) == digest.hexdigest(), "raise VERSION; see PINNED"
 
 
-def test_all_words_are_in_the_vocabulary(experts: Experts) -> None:
-    texts = [
-        *vocabulary.CLARIFY,
-        *vocabulary.THANKS,
-        *vocabulary.OKAY,
-        *vocabulary.YES,
-        *vocabulary.NO,
-        *vocabulary.ANYWAY,
-    ]
-    texts += [vocabulary.LEAVE, vocabulary.UNKNOWN, vocabulary.ONE_STEP]
-    for domain in DESK.domains():
-        texts.append(DESK.policy(domain))
-        texts += [json.dumps(tool.as_json()) for tool in DESK.tools(domain)]
-    for task in ALL:
-        texts += [m.content for seed in range(2) for m in DESK.episode(task).reset(seed)]
-    for calls, _, steps in experts.values():
-        texts += [json.dumps(call.as_json()) for call in calls]
-        texts += [m.content for step in steps for m in step.messages]
-    drawn = {*world.VALUE_HEADS, *world.VALUE_TAILS}
-    spoken = re.sub(r"S_[a-z]\d[A-Z]\d|\b[A-Z][a-z]{5}\b", " ", " ".join(texts))
-    used = set(re.findall(r"[A-Za-z]+", spoken)) - drawn
-    assert used <= set(vocabulary.WORDS)
-    between = set(re.sub(r"[A-Za-z0-9\s]", "", spoken))
-    assert between <= set("".join(vocabulary.PIECES)) | {"_", "."}
-    assert len(vocabulary.VOCABULARY) == len(set(vocabulary.VOCABULARY))
-
-
 def entities(task: Task) -> set[str]:
     """Names, ids, rooms and items of a task."""
     text = json.dumps(task.data)
@@ -225,16 +198,6 @@ def test_endless_chatter_ends_with_the_user_leaving() -> None:
 
 
 # Devices: what only the user can do -------------------------------------------------------------
-
-
-def test_only_words_reach_a_device_and_a_locked_one_is_unlocked_before_a_restart_helps() -> None:
-    tools = {tool.name for tool in DESK.tools("devices")}
-    assert not tools & {"plug", "cable", "restart", "wireless"}
-    task = of_family("devices", "locked")
-    ask, look_up, ask_code, unlock, restart, _ = solution(task)
-    _, steps = played(task, [ask, look_up, restart, ask_code, unlock, restart])
-    assert "red" in steps[2].messages[0].content
-    assert "green" in steps[5].messages[0].content
 
 
 # Rules ------------------------------------------------------------------------------------------
@@ -346,16 +309,6 @@ def test_failures_have_classes(failure: str, calls: Any) -> None:
     assert failure in FAILURES
 
 
-def test_a_call_of_the_right_tool_about_the_wrong_record_is_a_wrong_argument() -> None:
-    task = of_family("bookings", "cancel_free")
-    ask, look_up, cancel, tell, end = solution(task)
-    other = next(k for k in task.data["state"]["bookings"] if k != look_up.arguments["booking"])
-    astray = ToolCall("get_booking", {"booking": other})
-    assert played(task, [ask, astray, end])[0].outcome().failure == "wrong_argument"
-    # where the right one follows, nothing was wrong
-    assert played(task, [ask, astray, look_up, cancel, tell, end])[0].outcome().success
-
-
 # Whatever a model may call ----------------------------------------------------------------------
 
 
@@ -364,18 +317,14 @@ def test_a_call_of_the_right_tool_about_the_wrong_record_is_a_wrong_argument() -
     [
         ("no_such_tool", {}, "wrong_tool"),
         ("x" * 60_000, {}, "wrong_tool"),
-        ("Cancel", {"booking": "S_k3F7"}, "wrong_tool"),
         ("unlock", {"device": "S_k3F7", "code": "S_k3F7"}, "wrong_tool"),  # another domain's
         ("cancel", {}, "wrong_argument"),
-        ("cancel", {"booking": None}, "wrong_argument"),
         ("cancel", {"booking": ["S_k3F7"]}, "wrong_argument"),
         ("cancel", {"booking": "S_k3F7", "really": True}, "wrong_argument"),
-        ("cancel", {"booking": "x" * 60_000}, "wrong_argument"),
         ("cancel", {"booking": "S_k3F7", "y" * 60_000: "x"}, "wrong_argument"),
         ("reserve", {"room": "x", "day": "someday"}, "wrong_argument"),
         ("respond", {"content": ["a"]}, "wrong_argument"),
         ("finish", {"reason": "done"}, "wrong_argument"),
-        ("hand_over", {}, "wrong_argument"),
         ("cancel", ["S_k3F7"], "wrong_argument"),
     ],
 )

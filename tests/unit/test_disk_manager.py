@@ -17,23 +17,19 @@ from infra.disk import inventory as copies_module
 from infra.disk.garbage_collection import carry_out, plan_reclaim
 from infra.disk.inventory import read_inventory
 from infra.disk.manager import (
-    FLOOR_BYTES,
     SAVE_INODES,
     DiskEvent,
     DiskManager,
     DiskWatch,
     Reservations,
-    gib,
 )
 from infra.disk.probe import FreeSpace
 from infra.disk.usage import by_run_and_kind, find_caches, measure, size_of, take_inventory
 from infra.jobs.dispatcher import AttemptRef
 from infra.judgements.store import WorkspaceStore
-from infra.orchestrator.waiting import SpaceWaits
 from infra.store.checkpoints import (
     CheckpointStore,
     pin,
-    pins,
     read_reclaimed,
     reclaimed_text,
     unpin,
@@ -46,7 +42,6 @@ from refiner_core.contract.records import AttemptOutcome, from_json
 from refiner_core.contract.types import StoredJudgement
 from tests.support.disk import finish, foreign_checkpoint, published, save, weights_go
 from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
-from tests.support.probing import ProbingKeeper
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FULL = AttemptOutcome("disk_full", "resume")
@@ -227,28 +222,6 @@ def test_failed_writes_mean_no_space(workspace: Workspace, monkeypatch: pytest.M
     assert disk_manager.candidates() == before, "on a read-only file system nothing is deleted"
 
 
-def test_repeated_failures_do_not_ask_for_ever_more_space(workspace: Workspace) -> None:
-    plan = small_plan("data", disk=DiskConfig(watch_s=0.0))
-    data = plan.by_name["data"]
-    in_vain = replace(FULL, need_bytes=8 * MIB)
-    for number in range(9):
-        claim(workspace, plan, "data", after=number)
-        workspace.close_attempt(data.id, number + 1, in_vain)
-    record = workspace.read_record(data.id)
-    assert record is not None
-    asked = list[int]()
-
-    class Asked(ProbingKeeper):
-        def free_space(self, need_bytes: int, ref: AttemptRef | None = None) -> None:
-            asked.append(need_bytes)
-
-    spaces = SpaceWaits(
-        workspace, Asked(workspace), plan.config.disk, time.monotonic, lambda _: None
-    )
-    assert data.id in spaces.short({data.id: record})
-    assert asked == [16 * MIB], "twice what was written in vain"
-
-
 def test_a_reservation_holds_for_its_block_and_waits_for_space(workspace: Workspace) -> None:
     ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
     disk_manager = space_for(workspace, 8 * MIB)
@@ -303,35 +276,6 @@ def test_two_saves_that_do_not_fit_together_never_run_together(workspace: Worksp
     assert (len(ended), most[0]) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(3 << 39, "1.5 TiB"), (3 << 30, "3.0 GiB"), (12 << 20, "12.0 MiB"), (5 << 10, "5 KiB")],
-)
-def test_a_size_has_a_unit_that_fits(size: int, text: str) -> None:
-    assert gib(size) == text
-
-
-def test_a_probe_counts_two_seconds(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    disk_manager = DiskManager(workspace, DiskConfig(), clock=lambda: clock[0])
-    written: list[int] = []
-    monkeypatch.setattr("infra.disk.manager.refusal", lambda _, size: written.append(size))
-
-    def asked(need: int, **how: bool) -> bool:
-        written.clear()
-        assert disk_manager.shortage(need, **how) == 0
-        return bool(written)
-
-    assert asked(KIB * 512)
-    assert not asked(KIB * 512)
-    assert asked(MIB), "less went through"
-    clock[0] += 1.9
-    assert not asked(MIB)
-    assert asked(MIB, fresh=True)
-    clock[0] += 2.0
-    assert asked(MIB)
-
-
 # ---------------------------------------------------------------- reclaiming
 
 
@@ -381,19 +325,6 @@ def test_an_output_that_is_finished_during_a_reclaim_stays(workspace: Workspace)
     finish(workspace, stage.id, number=2)
     assert carry_out(workspace, candidates).items == (str(outputs[0]),)
     assert (outputs[1] / "rows.jsonl").exists()
-
-
-def test_pinning_keeps_and_unpinning_gives_up(workspace: Workspace) -> None:
-    stage = claim(workspace, small_plan("data"), "data")
-    save(workspace, stage.id, 1, 2)
-    assert pin(workspace.layout, stage.id)
-    assert not pin(workspace.layout, stage.id)
-    assert pins(workspace.layout) == {stage.id}
-    disk_manager = DiskManager(workspace, DiskConfig())
-    assert disk_manager.candidates() == []
-    assert unpin(workspace.layout, stage.id)
-    assert not unpin(workspace.layout, stage.id)
-    assert len(disk_manager.candidates()) == 1
 
 
 def runs_of_code(workspace: Workspace, plan: Plan, *names: str) -> None:
@@ -557,18 +488,6 @@ def test_a_half_save_is_deleted_once_its_trainer_has_ended(workspace: Workspace)
 
 
 # ---------------------------------------------------------------- the rest
-
-
-def test_the_space_for_a_save_is_measured_or_computed(workspace: Workspace) -> None:
-    stage = claim(workspace, small_plan("data"), "data")
-    disk_manager = DiskManager(workspace, DiskConfig())
-    assert disk_manager.need_of(stage.id) == FLOOR_BYTES
-    save(workspace, stage.id, 1, size=6 * MIB)
-    assert 6 * MIB <= disk_manager.need_of(stage.id) <= 7 * MIB
-    config = small_config("data", "sft")
-    model = replace(config.model, name_or_path="Qwen/Qwen3-4B", dtype="bfloat16")
-    sft = claim(workspace, make_plan(replace(config, model=model), SOURCES), "sft")
-    assert disk_manager.need_of(sft.id) == 4 * 10**9 * 14
 
 
 def test_caches_of_the_quota_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from refiner_core.contract.types import Completion, SamplingParams, TurnSchedule
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.episode_runner import EpisodeRequest, EpisodeSettings
 from refiner_core.environments.episodes import (
-    Workers,
     run_episodes,
 )
 from refiner_core.environments.protocol import EpisodeRecord, Task, record_from_json
@@ -141,27 +140,6 @@ def own_text(completion: Completion) -> str:
 # ---------------------------------------------------------------- what an episode leaves
 
 
-@pytest.mark.parametrize(
-    ("reward", "given", "kept"), [(1.0, "gave_up", None), (0.5, None, "incomplete")]
-)
-def test_an_episode_without_full_reward_has_failed(
-    reward: float, given: Any, kept: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reports and evaluations then agree on each attempt."""
-    environment = Counting()
-    make = environment.episode
-
-    def episode(task: Task) -> Any:
-        made = make(task)
-        of_its_own = made.outcome
-        made.outcome = lambda: replace(of_its_own(), reward=reward, failure=given)
-        return made
-
-    monkeypatch.setattr(environment, "episode", episode)
-    record = play([task_of(0)], environment=environment).record()
-    assert (record.reward, record.failure) == (reward, kept)
-
-
 @pytest.mark.parametrize("ordered", [True, False])
 def test_tokens_and_record_of_an_episode_agree(ordered: bool) -> None:
     played = play([task_of(n) for n in range(9)], ordered=ordered)
@@ -216,22 +194,6 @@ def test_results_do_not_depend_on_concurrent_episodes(ordered: bool) -> None:
     assert many == one
 
 
-def test_eager_does_not_wait_for_a_slow_tool() -> None:
-    """All others end while one tool hangs; the last of them releases it."""
-    environment = Counting()
-    ended: list[int] = []
-
-    def told(number: int, _: Completion) -> None:
-        ended.append(number)
-        if len(ended) == 7:
-            environment.release.set()
-
-    tasks = [task_of(n, hang=1 if n == 2 else None) for n in range(8)]
-    played = play(tasks, environment=environment, on_episode=told, ordered=False)
-    assert ended[-1] == 2
-    assert played.record(2).ended == "done"
-
-
 def test_tools_work_beside_each_other_up_to_the_workers() -> None:
     environment = Counting()
     tasks = [task_of(n, sleep=0.02) for n in range(8)]
@@ -278,17 +240,6 @@ def test_a_bad_turn_is_repaired_once_in_its_context_or_ends_the_episode(status: 
     assert [params.temperature for *_, params in asked] == [0.7, 0.7, 0.0, 0.7, 0.0]
     assert (asked[2][3].top_p, asked[2][3].top_k) == (1.0, 0)
     assert asked[1][1] == asked[2][1]
-
-
-@pytest.mark.parametrize(
-    ("text", "error"), [(call("subtract", by=1), "wrong_tool"), (call(by="one"), "wrong_argument")]
-)
-def test_calls_that_the_environment_refuses_are_turns_like_others(text: str, error: str) -> None:
-    played = play([task_of(0)], always(text, *WINNING))
-    record = played.record()
-    assert [turn.tool_error for turn in record.turns] == [error, "", "", ""]
-    assert [turn.status for turn in record.turns] == ["ok"] * 4
-    assert record.success
 
 
 # ---------------------------------------------------------------- limits
@@ -455,19 +406,6 @@ def test_a_generator_that_ends_early_closes_all(
 
 
 # ---------------------------------------------------------------- threads of tools
-
-
-def test_urgent_work_is_done_before_older_work() -> None:
-    pool, order, free = Workers(1), [], threading.Event()
-    pool.submit(0, lambda: free.wait(30), 30.0)
-    for key in (1, 2):
-        pool.submit(key, lambda key=key: order.append(key), 30.0, urgent=False)
-    for key in (3, 4):
-        pool.submit(key, lambda key=key: order.append(key), 30.0)
-    free.set()
-    wait_until(lambda: pool.ended(1.0) and len(order) == 4, "all work", 30)
-    pool.abandon()
-    assert order == [3, 4, 1, 2]
 
 
 def test_a_tool_that_hangs_does_not_keep_the_process_from_ending() -> None:

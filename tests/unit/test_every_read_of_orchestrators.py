@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from flows.running.following import Follower
 from infra.disk.manager import DiskEvent, DiskManager, DiskWatch
 from infra.host import files as reading
-from infra.jobs.dispatcher import AttemptRef, JobRequest, JobStatus, OpenAttempt
+from infra.jobs.dispatcher import AttemptRef, JobRequest
 from infra.jobs.failures import outcome_of
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.store import atomic
@@ -31,7 +29,6 @@ from tests.support.command import wait_until
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.faulty_reads import FaultyReads, Lasting
 from tests.support.plans import OWNER, claim, small_plan
-from tests.support.sweeping import TRAINED, Jobs, bench, small_sweep
 from tests.unit.test_campaign_rounds import Cluster, campaign_of, events
 
 UNANSWERED = ("ESTALE", "EIO", "EACCES", "EAGAIN")
@@ -159,62 +156,6 @@ def test_a_campaign_waits_while_nothing_can_be_read(tmp_path: Path, reads_of_rou
 # ---------------------------------------------------------------- sweeps
 
 
-class SoundJobs(Jobs):
-    """Jobs whose own reads are sound: they are other processes'."""
-
-    reads: FaultyReads
-
-    def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
-        with self.reads.sound():
-            return super().submit(requests)
-
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
-        with self.reads.sound():
-            return super().look(attempts)
-
-
-SWEEP = small_sweep("data", "sft", "grpo", seeds=(1,))
-
-
-def swept(
-    folder: Path, at: int = 0, name: str = "ESTALE", lasting: Lasting = "once"
-) -> tuple[dict[str, str], SoundJobs]:
-    """How the trials of a sweep end in which read ``at`` fails."""
-    workspace = Workspace.open(folder / "ws")
-    jobs = SoundJobs(workspace, SWEEP, {"grpo": TRAINED, "sft": TRAINED})
-    jobs.reads = FaultyReads(folder, at, getattr(errno, name), lasting)
-    told = bench(workspace, SWEEP, jobs=jobs)
-    told.admission.canary = None
-    with FaultyDisk(folder).mounted(), jobs.reads.mounted():
-        told.orchestrator.begin()
-        to_its_end(told.orchestrator.step, jobs.reads, lambda: False)
-    return told.states(), jobs
-
-
-def sweep_with(tmp_path: Path, at: int, name: str, lasting: Lasting) -> str:
-    """What was wrong with the sweep in which this read failed; empty: nothing."""
-    operation = ""
-    try:
-        states, jobs = swept(tmp_path / name / lasting / str(at), at, name, lasting)
-        operation = (jobs.reads.operations + [""] * at)[at - 1]
-        assert set(states.values()) == {"done"}, states
-        assert len(jobs.begun) == len(set(jobs.begun)) == 4, jobs.begun
-    except Exception as error:
-        return f"{name} at {at} {operation} {lasting}: {error!r}"[:400]
-    return ""
-
-
-@pytest.mark.slow
-def test_reads_of_a_sweep_may_fail_once_and_for_a_while(tmp_path: Path) -> None:
-    states, jobs = swept(tmp_path / "sound")
-    assert set(states.values()) == {"done"}
-    every = range(1, len(jobs.reads.operations) + 1)
-    chosen = sorted(random.Random(17).sample(every, 20))
-    found = [sweep_with(tmp_path, at, ERRORS[at % 5], "once") for at in chosen]
-    found += [sweep_with(tmp_path, at, "EIO", "from then on") for at in chosen[::2]]
-    assert not any(found), "\n".join(filter(None, found))
-
-
 # ---------------------------------------------------------------- those who only watch
 
 
@@ -236,20 +177,6 @@ def test_a_lease_is_not_void_because_it_could_not_be_read(tmp_path: Path) -> Non
     holder = attempt_holder(claim(workspace, plan, "data").id, 1)
     Lease(workspace.layout.service("serve-1"), holder).renew()
     each_may_fail_once(tmp_path, LeaseWatch(workspace, "serve-1").look, [holder])
-
-
-def test_a_follower_gets_every_event_whichever_read_fails(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "ws")
-    log = workspace.layout.run("r").events
-    log.parent.mkdir()
-    log.write_text('{"event": "short"}\n{"event": "room"}\n')
-
-    def look() -> Any:
-        follower = Follower(workspace, "r", {})
-        follower.look()
-        return [event["event"] for event in follower.new_events()]
-
-    each_may_fail_once(tmp_path, look, ["short", "room"])
 
 
 def test_the_watch_of_the_disk_survives_failing_reads(tmp_path: Path) -> None:

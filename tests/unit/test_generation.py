@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,22 +190,6 @@ def test_each_sample_is_handed_out_when_its_last_token_is_drawn(
     assert beginnings == sorted(beginnings)
 
 
-def test_an_error_of_the_callback_ends_the_call_and_leaves_the_model_as_it_was(
-    generator: TransformersGenerator, model: Any
-) -> None:
-    def refuse(index: int, completion: Completion) -> None:
-        raise ValueError("row 3 does not fit")
-
-    model.train()
-    try:
-        with pytest.raises(ValueError, match="row 3"):
-            generator.generate(group(prompts(5)[0], 2), SamplingParams(max_new_tokens=3), refuse)
-        assert model.training
-        assert torch.is_grad_enabled()
-    finally:
-        model.eval()
-
-
 def test_too_long_a_request_is_refused_with_its_numbers(generator: TransformersGenerator) -> None:
     with pytest.raises(ConfigurationError, match=r"200 tokens and up to 100 new ones .* 300.* 256"):
         generator.generate(
@@ -287,14 +269,6 @@ def test_text_shows_special_tokens_but_for_the_last() -> None:
 # ---------------------------------------------------------------- loading
 
 
-def test_a_saved_model_is_loaded_with_the_configured_type(model: Any, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path)
-    loaded = load_model(str(tmp_path), ModelConfig(dtype="bfloat16", attn_implementation="eager"))
-    assert loaded.dtype == torch.bfloat16
-    assert loaded.config._attn_implementation == "eager"
-    assert not loaded.training
-
-
 def test_a_checkpoint_that_lacks_weights_is_refused(model: Any, tmp_path: Path) -> None:
     """transformers fills them with random numbers and only warns."""
     state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp" not in k}
@@ -318,11 +292,6 @@ def test_damaged_files_of_a_model_are_no_bug_of_ours(tmp_path: Path) -> None:
         load_model(str(tmp_path), ModelConfig())
     with pytest.raises(ConfigurationError, match=r"tokenizer of .* cannot be loaded \(KeyError"):
         load_tokenizer(str(tmp_path), ModelConfig())
-
-
-def test_importing_the_loader_does_not_import_torch() -> None:
-    code = "import sys, refiner_core.generation.load; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("load", [load_tokenizer, load_model])

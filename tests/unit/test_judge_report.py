@@ -140,25 +140,6 @@ def test_intervals_of_kappa_cover_the_truth() -> None:
 # ---------------------------------------------------------------- material
 
 
-def test_the_shipped_set_is_complete_with_gold_scores() -> None:
-    material = shipped_material()
-    assert {item.request.kind for item in material.items} == {
-        "rubric", "citation_recall", "citation_precision", "citation_needed",
-    }  # fmt: skip
-    assert 8 <= len({item.question_id for item in material.items}) <= 12
-    assert all(item.gold in (0.0, 0.5, 1.0) for item in material.items)
-    assert {item.polarity for item in material.items if item.request.kind == "rubric"} == {
-        "positive", "negative",
-    }  # fmt: skip
-    # Yes or no is yes or no.
-    for item in material.items:
-        if item.request.kind in ("citation_precision", "citation_needed"):
-            assert item.gold != 0.5
-        if item.sources:
-            assert item.request.reference == "\n\n".join(item.sources)
-    assert len(shipped_material(3).items) < len(material.items)
-
-
 def test_hostile_answers_have_honest_twins_and_leave_neither_fence_nor_control_tokens() -> None:
     attacks = shipped_attacks()
     assert len({attack.name for attack in attacks}) == len(attacks) >= 20
