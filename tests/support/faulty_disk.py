@@ -13,13 +13,12 @@ import contextlib
 import errno
 import io
 import os
-import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-Fault = Literal["refused once", "full from then on", "killed", "SIGKILL"]
+Fault = Literal["refused once", "full from then on", "killed"]
 _NUMBERS = {"refused once": errno.EDQUOT, "full from then on": errno.ENOSPC}
 #: What works on a full disk, too.
 _ALWAYS_WORKS = ("unlink", "rmdir")
@@ -73,10 +72,8 @@ class FaultyDisk:
         if name in _ALWAYS_WORKS and self.fault in _NUMBERS:
             return
         now = len(self.operations) == self.at
-        if now and self.fault in ("killed", "SIGKILL"):
+        if now and self.fault == "killed":
             torn()
-            if self.fault == "SIGKILL":
-                os.kill(os.getpid(), signal.SIGKILL)
             self.is_dead = True
             raise Killed
         if now or self._is_full:

@@ -23,9 +23,14 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import EvaluateConfig, JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.evaluation.run import evaluate_model
 from refiner_core.training.grpo import train_grpo
-from refiner_core.training.model import loading
 from tests.support.stage_io import FolderStageIO
-from tests.support.tiny_training import AnsweringSampler, recipe, save_answering_inputs, tiny_model
+from tests.support.tiny_training import (
+    AnsweringSampler,
+    following,
+    recipe,
+    save_answering_inputs,
+    tiny_model,
+)
 
 
 def prepare(root: Path) -> None:
@@ -75,18 +80,8 @@ def live(root: Path, kind: str, config: RecipeConfig, stage: str = "") -> dict[s
             return evaluate_model(
                 config, **where, data_digest="d", model_name="sft", io=io, judge=judge
             )
-        load = loading.load_for_training
-
-        def load_and_tell(*values: Any) -> Any:
-            loaded = load(*values)
-            sampler.model = loaded.model
-            return loaded
-
-        loading.load_for_training = load_and_tell
-        try:
+        with following(sampler):
             return train_grpo(config, **where, io=io, judge=judge)
-        finally:
-            loading.load_for_training = load
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""An attempt from its claim to its end, in one process, on a disk whose operations may fail.
-
-python -m tests.support.one_life WORKSPACE K     killed (SIGKILL) at operation K
-"""
+"""An attempt from its claim to its end, in one process, on a disk whose operations may fail."""
 
 from __future__ import annotations
 
 import logging
 import signal
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,8 +117,3 @@ def go_on(root: Path, stage: PlannedStage = STAGE) -> None:
         assert one_life(root, len(attempts), stage) == 0
         newest = workspace.read_attempt(stage.id, len(attempts) + 1)
         assert newest.resumed_from_step == (None if before is None else before.step)
-
-
-if __name__ == "__main__":
-    with FaultyDisk(Path(sys.argv[1]), int(sys.argv[2]), "SIGKILL").mounted():
-        one_life(Path(sys.argv[1]))

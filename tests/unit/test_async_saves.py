@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ import pytest
 import torch
 
 from infra.attempt.stage_io import AttemptIO
-from infra.jobs.signals import AttemptClosed
 from infra.store.checkpoints import CheckpointStore, step_name
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
@@ -39,148 +37,32 @@ from tests.support.tiny_training import recipe, save_data, save_tiny_model
 PATIENCE_S = 60.0
 
 
-class SlowIO(FolderStageIO):
-    """A disk on which a save ends when the test allows it."""
+class FullIO(FolderStageIO):
+    """A disk that refuses the first ``full`` saves."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, full: int, comes_back: bool) -> None:
         super().__init__(root)
-        self.go_on, self.inside = threading.Event(), threading.Event()
-        self.at_once = self.most_at_once = 0
-        self.full, self.errors, self.comes_back = 0, list[BaseException](), True
+        self.full, self.waited, self.comes_back = full, 0, comes_back
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
         with super().new_checkpoint(step) as folder:
-            self.at_once += 1
-            self.most_at_once = max(self.at_once, self.most_at_once)
-            self.inside.set()
-            try:
-                assert self.go_on.wait(PATIENCE_S)
-                if self.errors:
-                    raise self.errors.pop(0)
-                yield folder
-            finally:
-                self.at_once -= 1
+            if self.waited < self.full:
+                raise NoSpaceError("full")
+            yield folder
 
     def room_again(self, error: NoSpaceError) -> bool:
-        self.full += 1
+        self.waited += 1
         return self.comes_back
 
 
 class OneNumber:
-    """An engine whose state is one number."""
+    """An engine whose state is a number."""
 
     ranks = Ranks()
 
-    def __init__(self) -> None:
-        self.value = 0
-
     def snapshot(self, progress: Mapping[str, Any]) -> SimpleNamespace:
-        value = self.value
-        return SimpleNamespace(write=lambda folder: (folder / "state").write_text(str(value)))
-
-
-class Training:
-    """Steps that change the number, with a boundary that saves every second one."""
-
-    def __init__(self, root: Path, total: int = 100) -> None:
-        self.io, self.engine = SlowIO(root), OneNumber()
-        self.edge = CheckpointManager(
-            *(self.io, self.engine, "grpo", total, 2),
-            async_save=True,
-        )
-        self.step = 0
-
-    def go(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.step += 1
-            self.engine.value = self.step * 10
-            self.edge.after(self.step, {"step": self.step}, {}, self.in_flight)
-
-    def in_flight(self) -> dict[str, bytes]:
-        return {"in-flight": f"{self.engine.value}".encode()}
-
-    def fail_after_a_save(self) -> None:
-        """As a stage whose third step goes wrong."""
-        with self.edge:
-            self.go(2)
-            raise ZeroDivisionError
-
-    def wait_for_save(self) -> None:
-        """Until the thread has ended, without telling the boundary."""
-        futures.wait([self.edge._under_way[1]], PATIENCE_S)
-
-    def saved(self, step: int) -> tuple[str, str]:
-        folder = self.io.root / "checkpoints" / str(step)
-        return (folder / "state").read_text(), (folder / "in-flight").read_text()
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> Iterator[Training]:
-    made = Training(tmp_path)
-    yield made
-    made.io.go_on.set()
-
-
-def test_training_goes_on_and_what_is_saved_is_the_state_of_that_moment(training: Training) -> None:
-    training.go(3)
-    assert training.io.inside.wait(PATIENCE_S)
-    assert (training.edge.saved_step, training.io.checkpoint_steps()) == (0, [])
-    training.io.go_on.set()
-    training.wait_for_save()
-    assert training.io.checkpoint_steps() == [2], "visible as soon as it is complete"
-    assert training.saved(2) == ("20", "20")
-    training.go()
-    assert training.edge.saved_step == 2
-    assert set(training.edge.metrics()) == {"time/save_s", "time/save_background_s"}
-    assert training.edge.metrics() == {}
-
-
-def test_the_next_save_waits_for_the_one_that_is_under_way(training: Training) -> None:
-    training.go(3)
-    fourth = threading.Thread(target=training.go)
-    fourth.start()
-    assert training.io.inside.wait(PATIENCE_S)
-    fourth.join(0.2)
-    assert fourth.is_alive(), "the second save has to wait for the first"
-    training.io.go_on.set()
-    fourth.join(PATIENCE_S)
-    training.go(96)
-    assert training.io.most_at_once == 1
-    assert training.io.checkpoint_steps() == list(range(2, 101, 2))
-
-
-@pytest.mark.parametrize("error", [OSError("the node went away"), AttemptClosed("too late")])
-def test_an_error_of_a_save_is_raised_later(training: Training, error: Exception) -> None:
-    training.io.errors += [error, error]
-    training.io.go_on.set()
-    training.go(2)
-    training.wait_for_save()
-    with pytest.raises(type(error), match=str(error)):
-        training.go()
-    assert (training.edge.saved_step, training.io.checkpoint_steps()) == (0, [])
-    with pytest.raises(type(error), match=str(error)), training.edge:
-        training.go()
-
-
-@pytest.mark.parametrize("ends_at", ["a stop", "the last step", "an error"])
-def test_the_end_of_a_stage_waits_for_its_save(tmp_path: Path, ends_at: str) -> None:
-    training = Training(tmp_path, total=9 if ends_at == "a stop" else 3)
-    threading.Timer(0.2, training.io.go_on.set).start()
-    if ends_at == "a stop":
-        training.go(3)
-        training.io.stop_at = 4
-        training.io.log_metrics(4, {})
-        with pytest.raises(Interrupted), training.edge:
-            training.go()
-        assert training.io.checkpoint_steps() == [2, 4]
-    elif ends_at == "the last step":
-        training.go(3)
-        assert training.io.checkpoint_steps() == [2, 3]
-    else:
-        with pytest.raises(ZeroDivisionError):
-            training.fail_after_a_save()
-        assert training.io.checkpoint_steps() == [2]
+        return SimpleNamespace(write=lambda folder: (folder / "state").write_text("7"))
 
 
 # ---------------------------------------------------------------- real training, the real store
@@ -411,13 +293,10 @@ def test_metrics_and_rollouts_wait_for_room_and_are_whole(tmp_path: Path, comes_
     ("full", "comes_back", "saved"), [(2, True, 50), (1, False, 0), (SAVE_TRIES, True, 0)]
 )
 def test_a_save_is_tried_again(tmp_path: Path, full: int, comes_back: bool, saved: int) -> None:
-    io = SlowIO(tmp_path)
-    io.go_on.set()
-    io.errors += [NoSpaceError("full")] * full
-    io.comes_back = comes_back
+    io = FullIO(tmp_path, full, comes_back)
     edge = CheckpointManager(io, OneNumber(), "grpo", total_steps=100, save_freq=50)
     with contextlib.nullcontext() if saved else pytest.raises(NoSpaceError, match="full"):
         edge.save(50, {"step": 50})
     assert edge.saved_step == saved
     assert io.checkpoint_steps() == ([saved] if saved else [])
-    assert not saved or io.full == full
+    assert not saved or io.waited == full

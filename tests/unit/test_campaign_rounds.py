@@ -1,27 +1,29 @@
-"""Single rounds of an orchestrator: one observation, and the views and actions that follow."""
+"""Single rounds of an orchestrator, and cancels of runs that have none."""
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infra.host.processes import ProcessId
+from flows.running import cancelling
+from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import LocalDispatcher, Router
 from infra.jobs.dispatcher import AttemptRef, JobRequest, JobStatus, OpenAttempt
-from infra.jobs.failures import outcome_of
+from infra.orchestrator import executor as ending
 from infra.orchestrator.orchestrator import Orchestrator
+from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import StageClaim, Workspace
-from refiner_core.contract.config import DiskConfig, PublishConfig
+from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import StageResult
+from refiner_core.contract.records import RunRecord, StageResult
 from tests.support.plans import (
     OWNER,
     SOURCES,
@@ -31,7 +33,6 @@ from tests.support.plans import (
     small_config,
     small_plan,
 )
-from tests.support.probing import ProbingKeeper
 
 
 class Cluster:
@@ -62,11 +63,6 @@ class Cluster:
         self.released.append(attempt.ref)
 
 
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "w")
-
-
 def campaign_of(workspace: Workspace, plan: Plan, *dispatchers: Any, **more: Any) -> Orchestrator:
     router = Router({d.executor: d for d in dispatchers}, lambda _: dispatchers[0].executor)
     return orchestrator_on(plan, workspace, router, run=run_record(workspace, plan), **more)
@@ -85,62 +81,6 @@ def events(campaign: Orchestrator, name: str) -> list[dict[str, Any]]:
     return [e for e in found if e["event"] == name]
 
 
-def test_a_claim_that_was_not_submitted_is_closed(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk was full when it was submitted, and when that was to be noted."""
-    plan, local = small_plan("data"), LocalDispatcher(workspace)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(local, "submit", lambda requests: {r.ref: full for r in requests})
-    real, refused = workspace.void_attempt, [full]
-
-    def void(*ref: Any) -> bool:
-        if refused:
-            raise refused.pop()
-        return real(*ref)
-
-    monkeypatch.setattr(workspace, "void_attempt", void)
-    campaign = campaign_of(workspace, plan, local)
-    campaign.begin()
-    campaign.step()
-    campaign.step()
-    found = workspace.read_attempt(plan.by_name["data"].id, 1)
-    assert found.outcome is not None, campaign.views()["data"]
-
-
-def test_an_end_on_a_full_disk_keeps_its_class(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By when it can be written down there is room, and the scheduler has forgotten the job."""
-    plan, full = small_plan("data", disk=DiskConfig(watch_s=0.0)), [True]
-    stage = claimed(workspace, plan)
-    workspace.start_attempt(stage.id, 1, {"process": OWNER})
-    for name in ("close_attempt", "note_scheduler"):
-        real = getattr(workspace, name)
-
-        def write(*args: Any, real: Any = real) -> Any:
-            if full:
-                raise OSError(errno.EDQUOT, "Disk quota exceeded")
-            return real(*args)
-
-        monkeypatch.setattr(workspace, name, write)
-    disk_manager = ProbingKeeper(workspace)
-    monkeypatch.setattr(
-        disk_manager, "free_space", lambda *_: None if full else disk_manager.Nothing()
-    )
-    cluster = Cluster(liveness="dead", running=False, facts={"state": "FAILED"})
-    campaign = campaign_of(workspace, plan, cluster, disk_manager=disk_manager)
-    campaign.begin()
-    for _ in range(5):
-        campaign.step()
-        assert campaign.views()["data"].state in ("running", "reattached", "paused")
-    assert sum("cannot be recorded" in r.message for r in caplog.records) == 1
-    full.clear()
-    for _ in range(2):
-        campaign.step()
-    assert workspace.read_attempt(stage.id, 1).outcome.failure == "disk_full", "not killed"
-
-
 def test_a_stage_says_why_its_job_cannot_be_seen(workspace: Workspace) -> None:
     """Its executor is not that of this call, or the scheduler does not answer."""
     plan = small_plan("data")
@@ -156,26 +96,6 @@ def test_a_stage_says_why_its_job_cannot_be_seen(workspace: Workspace) -> None:
         view = campaign.views()["data"]
         assert not view.terminal
         assert said in view.message
-
-
-def test_the_workers_own_outcome_counts_first(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its last word arrives between the look and the closing."""
-    plan = small_plan("data")
-    stage = claimed(workspace, plan)
-    workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
-    campaign = campaign_of(workspace, plan, Cluster(liveness="dead", running=False))
-    real = workspace.close_attempt
-
-    def close(*args: Any) -> bool:
-        real(stage.id, 1, outcome_of("judge_outage", "the worker's own word"))
-        return real(*args)
-
-    monkeypatch.setattr(workspace, "close_attempt", close)
-    campaign.begin()
-    campaign.step()
-    assert events(campaign, "closed") == []
 
 
 def test_a_broken_call_has_ended(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,3 +170,99 @@ def test_evaluations_during_training_give_way(
     nices = [submitted[plan.by_name[name].id] for name in evaluations]
     assert nices == [0, config.dispatch.nice]
     assert config.dispatch.nice > 0
+
+
+# ---------------------------------------------------------------- cancels without an orchestrator
+
+
+class Scheduler(Cluster):
+    """One job that runs, and a scheduler that does not always answer."""
+
+    def __init__(self, answers: Sequence[bool]) -> None:
+        super().__init__(liveness="unknown")
+        self.answers, self.killed = list(answers), False
+
+    def stop(self, attempt: OpenAttempt) -> bool:
+        return False
+
+    def kill(self, attempt: OpenAttempt) -> bool:
+        self.killed = self.answers.pop(0) if self.answers else False
+        self.liveness = JobStatus("dead" if self.killed else "unknown")
+        return self.killed
+
+
+@pytest.fixture
+def run(workspace: Workspace) -> RunRecord:
+    """A call whose orchestrator is gone; its one job works."""
+    plan = small_plan("data")
+    found = run_record(workspace, plan)
+    workspace.write_run(found)
+    stage = claimed(workspace, plan)
+    workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
+    return found
+
+
+def cancel(
+    workspace: Workspace, run: RunRecord, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> cancelling.CancelOutcome:
+    router = Router({"slurm": scheduler}, lambda _: "slurm")
+    monkeypatch.setattr(ending, "make_router", lambda *_: router)
+    monkeypatch.setattr(ending, "POLL_S", 0.01)
+    return cancelling.cancel(workspace, run, wait_s=2.0)
+
+
+def test_a_job_that_lives_on_is_not_closed(
+    workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = cancel(workspace, run, Scheduler([]), monkeypatch)
+    assert (outcome.ended, outcome.left) == (False, ("data",))
+    attempt = workspace.read_attempt(run.stages["data"], 1)
+    assert attempt is not None
+    assert attempt.outcome is None
+    assert workspace.stop_requested(run.stages["data"], 1) is not None, "its worker reads that"
+
+
+def test_kills_repeat(
+    workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = cancel(workspace, run, Scheduler([False, False, True]), monkeypatch)
+    assert (outcome.ended, outcome.left) == (True, ())
+    assert workspace.read_attempt(run.stages["data"], 1).outcome.failure == "cancelled"
+
+
+@pytest.mark.parametrize("room_comes_back", [True, False])
+def test_jobs_are_ended_on_a_full_disk(
+    workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch, room_comes_back: bool
+) -> None:
+    """The run has no orchestrator and the quota is full: the job must end all the same."""
+    scheduler, real = Scheduler([True] * 1000), os.open
+
+    def full(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if flags & os.O_CREAT and not (room_comes_back and scheduler.killed):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
+        return real(path, flags, *args, **more)
+
+    monkeypatch.setattr(os, "open", full)
+    outcome = cancel(workspace, run, scheduler, monkeypatch)
+    assert scheduler.killed
+    assert outcome.by == "here"
+    assert outcome.ended == room_comes_back
+    assert (workspace.read_attempt(run.stages["data"], 1).outcome is not None) == room_comes_back
+
+
+def test_stages_of_another_run_stay(
+    workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publication by hand shares the export with the run that trains."""
+    other = replace(run, run=f"{run.run}-other")
+    workspace.write_run(other)
+    me = {"process": str(ProcessId.of()), "host": host_name(), "state": "running"}
+    workspace.write_orchestrator(other.run, me)
+    outcome = cancel(workspace, run, Scheduler([True]), monkeypatch)
+    assert workspace.read_record(run.stages["data"]).state == "claimed", "it goes on"
+    assert outcome.stages == ()
+    workspace.write_orchestrator(other.run, {**me, "process": "login9:77:1.00"})
+    assert wanted_by_others(workspace, {run.run}) == {}
+    workspace.write_orchestrator(other.run, me)
+    named = cancelling.cancel(workspace, run, ["data"], wait_s=5)
+    assert named.ended, "who names it means it"

@@ -11,7 +11,7 @@ import pytest
 
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text, facts_from_json, facts_to_json, load_evidence
-from refiner_core.cards.facts import AttemptNote, CardFacts, record_of
+from refiner_core.cards.facts import AttemptNote, CardFacts
 from refiner_core.cards.public import public_address, public_command, public_text
 from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.config import RecipeConfig
@@ -19,7 +19,6 @@ from refiner_core.contract.errors import DataError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.marks import walk
-from refiner_core.contract.records import OutputFile
 from tests.support.card_facts import card_numbers, full_facts, published_facts, sft_facts
 
 CONFIG = RecipeConfig()
@@ -74,18 +73,6 @@ def test_evidence_of_any_facts_makes_the_same_card(given: CardFacts) -> None:
     again = load_evidence(evidence)
     assert build_card(again.facts) == build_card(given)
     assert evidence_text(again.facts, []) == evidence, "evidence of evidence is the same evidence"
-
-
-def test_evidence_lists_published_files_without_itself() -> None:
-    files = [
-        OutputFile("model.safetensors", 4, "a" * 64),
-        OutputFile("README.md", 1, "b" * 64),
-        OutputFile("config.json", 2, "c" * 64),
-        OutputFile("refiner.json", 1, "d" * 64),
-    ]
-    found = load_evidence(evidence_text(facts(fingerprint="f" * 64), files))
-    assert [f.path for f in found.files] == ["config.json", "model.safetensors"]
-    assert (found.step, found.final, found.fingerprint) == (50, False, "f" * 64)
 
 
 @pytest.mark.parametrize(
@@ -191,17 +178,6 @@ def test_texts_lose_folders_and_private_addresses_and_nothing_else(
     public: Callable[[str], str | None], said: str, shown: str | None
 ) -> None:
     assert public(said) == shown
-
-
-# ---------------------------------------------------------------- where facts come from
-
-
-def test_a_fact_knows_the_record_it_was_read_from() -> None:
-    given = facts(records={"reports.data": "stages/data-1/result.json#report", "config": "run"})
-    assert record_of(given, "reports.data.rl.kept") == "stages/data-1/result.json#report"
-    assert record_of(given, "config.grpo.beta") == "run"
-    assert record_of(given, "cost.gpu_hours") is None
-    assert record_of(published_facts(given), "reports.data.rl") is not None
 
 
 # ---------------------------------------------------------------- by which rules

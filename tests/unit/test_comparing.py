@@ -105,21 +105,6 @@ def test_a_baseline_that_failed_leaves_nothing_to_compare_with() -> None:
     assert any("Nothing answers" in w for w in report.warnings)
 
 
-def test_other_prompts_are_refused_with_the_odd_ones_named() -> None:
-    made = MadeSweep(("base", "new", "third"))
-    for seed in made.seeds:
-        made.add("base", seed, {"rubric_score": drawn()})
-        made.add("third", seed, {"rubric_score": drawn()})
-        names = prompt_names(PROMPTS + 1)[1:]
-        made.add("new", seed, {"rubric_score": drawn(0.4)}, prompts=names)
-    report = make_report(made.evidence())
-    found = number(report, "new")
-    assert (found.verdict, found.difference, found.p) == ("not comparable", None, None)
-    assert "2 on one side only (such as 'p0000', only with base)" in found.note
-    third = number(report, "third")
-    assert third.p_adjusted == third.p  # what was refused is no comparison
-
-
 @pytest.mark.parametrize(
     "other",
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -17,8 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from refiner_core.contract.config import DataConfig, GrpoConfig, RecipeConfig, SftConfig
-from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted
-from refiner_core.contract.types import Progress
+from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.data.chat import encode_demonstration, encode_prompt
 from refiner_core.data.prepare import FILES, prepare_data
 from refiner_core.data.prepared import (
@@ -26,7 +24,7 @@ from refiner_core.data.prepared import (
     load_prompts,
     write_prompts,
 )
-from refiner_core.data.rows import DataRow, choose_questions, parse_row
+from refiner_core.data.rows import DataRow, parse_row
 from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
 from tests.support.qwen_like import TEMPLATE as QWEN
 
@@ -410,24 +408,6 @@ def test_rows_with_one_id_stay_distinct(tmp_path: Path):
 # ---------------------------------------------------------------- who is held out
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.sampled_from("abcdefghij"), min_size=2, max_size=60),
-    st.floats(0.01, 0.99),
-    st.integers(0, 5),
-    st.randoms(use_true_random=False),
-)
-def test_the_split_depends_on_questions_and_seed_and_not_on_order(
-    questions: list[str], share: float, seed: int, rng: Any
-):
-    chosen = choose_questions(questions, share, seed, "held_out")
-    shuffled = list(questions)
-    rng.shuffle(shuffled)
-    assert chosen == choose_questions(shuffled, share, seed, "held_out")
-    if len(set(questions)) > 1:
-        assert 0 < len(chosen) < len(set(questions))
-
-
 def test_one_prompt_is_one_question_under_any_name(tmp_path: Path):
     """RL rows of the second form name the question themselves; demonstrations only show it."""
     rl = [
@@ -496,14 +476,3 @@ def test_the_same_input_and_configuration_give_the_same_bytes_with_the_truth_of_
     assert all(
         row.truth and row.truth["gold_ids"] for row in load_prompts(tmp_path / "one" / FILES[2])
     )
-
-
-def test_a_stop_request_ends_the_stage_as_resumable(tmp_path: Path):
-    seen: list[Progress] = []
-    io: Any = SimpleNamespace(progress=seen.append, should_stop=lambda: True)
-    config = RecipeConfig(data=DataConfig(synthetic_rl_rows=100))
-    with pytest.raises(Interrupted) as caught:
-        prepare_data(config, tokenizer=TOKENIZER, output_dir=tmp_path, io=io)
-    assert caught.value.resumable
-    assert seen
-    assert not (tmp_path / "report.json").exists()

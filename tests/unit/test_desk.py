@@ -17,8 +17,7 @@ from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, vocabulary
 from refiner_core.environments.desk.episode import DeskEpisode
-from refiner_core.environments.desk.tasks import DOMAINS, own_tasks
-from refiner_core.environments.desk.user import PATIENCE
+from refiner_core.environments.desk.tasks import own_tasks
 from refiner_core.environments.protocol import FAILURES, HasExpert, Outcome, Step, Task, ToolCall
 
 #: SHA-256 over every task with its right and flawed episodes. Where this test fails, episodes have
@@ -187,16 +186,6 @@ def test_a_user_who_insists_has_to_be_answered_again() -> None:
     assert played(task, [*begun, first, second, end])[0].outcome().success
 
 
-def test_endless_chatter_ends_with_the_user_leaving() -> None:
-    for task in (of_family(d, next(iter(DOMAINS[d].families))) for d in DESK.domains()):
-        episode, steps = played(task, [say("hello")] * 50)
-        assert len(steps) == PATIENCE
-        assert steps[-1].messages[0].content == vocabulary.LEAVE
-        outcome = episode.outcome()
-        assert (outcome.reward, outcome.failure) == (0.0, "incomplete")
-        assert outcome.info["ended"] == "user_left"
-
-
 # Devices: what only the user can do -------------------------------------------------------------
 
 
@@ -265,21 +254,6 @@ def test_progress_grows_call_by_call_and_is_worth_nothing_without_an_end() -> No
     assert {check.kind for check in episode.checks()} == {"action", "communicate", "environment"}
     outcome = episode.outcome()
     assert (outcome.reward, outcome.failure) == (0.0, "limit")
-
-
-def test_neither_trying_nor_saying_everything_is_a_solution() -> None:
-    task = of_family("devices", "restart")
-    ask, look_up, restart, end = solution(task)
-    tried = [ask, look_up, say("please plug the cable."), restart, end]
-    outcome = played(task, tried)[0].outcome()
-    assert outcome.reward == 0.0
-    assert [c.name for c in outcome.checks if not c.passed] == ["device"]
-    task = of_family("orders", "look_up_state")
-    calls = solution(task)
-    shotgun = say("your order is open sent arrived.")
-    outcome = played(task, [*calls[:2], shotgun, calls[-1]])[0].outcome()
-    assert not outcome.success
-    assert outcome.components["communicate"] == 0.0
 
 
 FINISH = ToolCall("finish", {})

@@ -19,12 +19,12 @@ from flows.cli.machine import disk_command
 from infra.disk.garbage_collection import ReclaimOrder
 from infra.disk.inventory import read_holds
 from infra.disk.manager import DiskManager
-from infra.store.checkpoints import CheckpointStore, RetainedCheckpoints, pin, read_reclaimed
+from infra.store.checkpoints import RetainedCheckpoints, pin, read_reclaimed
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import to_json
-from tests.support.disk import finish, save, weights_go
+from tests.support.disk import finish, save, steps_of, weights_go
 from tests.support.git_hub import LoopbackHub
 from tests.support.git_store import pointer_text
 from tests.support.plans import SOURCES, claim, run_record, small_config
@@ -213,18 +213,6 @@ def test_exports_wait_for_reads(workspace: Workspace, exported: Exported, unfini
     assert not weights_go(workspace)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_publications_protect_input(workspace: Workspace, exported: Exported, known: bool) -> None:
-    config = exported.plan.config
-    config = replace(config, only=("evaluate-grpo-step2",))
-    config = replace(config, evaluate=replace(config.evaluate, num_samples=9))
-    run = run_record(workspace, make_plan(config, SOURCES))
-    assert weights_go(workspace)
-    provenance = {"sources": SOURCES} if known else {}
-    workspace.write_run(replace(run, config=to_json(config), provenance=provenance))
-    assert not weights_go(workspace), "the export is no stage of that call, but its input"
-
-
 @pytest.mark.parametrize("who", ["pin", "run", "attempt", "unreadable run"])
 def test_late_readers_are_respected(workspace: Workspace, exported: Exported, who: str) -> None:
     disk_manager = DiskManager(workspace, DiskConfig())
@@ -255,11 +243,6 @@ def holding(workspace: Workspace, *steps: int) -> tuple[Plan, str]:
     grpo = claim(workspace, plan, "grpo").id
     save(workspace, grpo, 1, 2, 3, 4)
     return plan, grpo
-
-
-def steps_of(workspace: Workspace, stage_id: str) -> list[int]:
-    store = CheckpointStore(workspace.layout.stage(stage_id).checkpoints, 0)
-    return [c.step for c in store.complete()]
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from flows.cli.plan import plan_command
 from flows.disk import planned_space
 from infra.disk.forecast import (
     STATE_BYTES,
-    Forecast,
     ForecastInputs,
     ModelSize,
     StageNeed,
@@ -30,7 +28,6 @@ from refiner_core.contract.config import (
     DiskConfig,
     GrpoConfig,
     ModelConfig,
-    PublishConfig,
 )
 from refiner_core.contract.plan import Plan, make_plan
 from tests.support.disk import finish, foreign_checkpoint, save
@@ -135,16 +132,6 @@ def test_shared_stages_count_once_and_finished_ones_not_at_all(workspace: Worksp
     assert left.unknown == ("grpo",)
 
 
-def test_a_reclaim_makes_space_for_the_next_trial(workspace: Workspace) -> None:
-    plans = [plan_of(beta=b) for b in (0.0, 0.1, 0.2)]
-    found = forecast_disk(plans, ForecastInputs(workspace, lambda _: FOUR_B))
-    one = replace(found, parallel=1)
-    assert isinstance(one, Forecast)
-    assert one.least_bytes < one.peak_bytes
-    assert one.needed_bytes == one.least_bytes
-    assert replace(one, reclaim=False).needed_bytes == one.peak_bytes
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -238,39 +225,3 @@ def test_disk_refuses_what_it_does_not_know(
 ) -> None:
     assert main(["disk", f"workspace={tmp_path / 'none'}", *words]) == 2
     assert capsys.readouterr().err
-
-
-# ---------------------------------------------------------------- publications
-
-
-def publishing_plan(which: str = "every-save", target: str = "folder", **grpo: Any) -> Plan:
-    config = small_config("data", "grpo", "publish")
-    settings = GrpoConfig(num_training_steps=200, save_freq=50, **grpo)
-    publish = PublishConfig(which=which, target=target)
-    model = replace(config.model, dtype="bfloat16")
-    return make_plan(replace(config, grpo=settings, publish=publish, model=model), SOURCES)
-
-
-def test_each_published_step_takes_space(workspace: Workspace) -> None:
-    known, weights = ForecastInputs(workspace, lambda _: FOUR_B), 4 * 10**9 * 2
-    final = forecast_disk([publishing_plan("final")], known).final_bytes
-    every = forecast_disk([publishing_plan()], known).final_bytes
-    one_held = 4 * 10**9 * 14
-    assert every - final == pytest.approx(3 * 2 * weights + one_held, rel=1e-3), "steps 50 to 150"
-    hub = forecast_disk([publishing_plan(target="hub")], known).final_bytes
-    assert every - hub == pytest.approx(4 * weights, rel=1e-3), "nothing of it lies here"
-
-
-def test_an_export_holds_a_checkpoint_and_takes_the_measured_weights(workspace: Workspace) -> None:
-    alone = need(publishing_plan("final", keep=1), workspace)
-    plan = publishing_plan(keep=1)
-    beside = need(plan, workspace)
-    one = 4 * 10**9 * 14
-    assert beside.peak - alone.peak == one
-    assert beside.final - alone.final == one
-    assert beside.kept == alone.kept, "it may be deleted once the export is done"
-    stage = claim(workspace, plan, "grpo")
-    finish(workspace, stage.id, model_safetensors=os.urandom(3 * MIB))
-    found = need(plan, workspace, "export")
-    assert found.basis == "measured"
-    assert 3 * MIB <= found.final < 4 * MIB

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,21 +12,17 @@ from pathlib import Path
 import pytest
 
 from infra.disk import inventory as copies_module
-from infra.disk.garbage_collection import carry_out, plan_reclaim
+from infra.disk.garbage_collection import carry_out
 from infra.disk.inventory import read_inventory
 from infra.disk.manager import (
-    SAVE_INODES,
     DiskEvent,
     DiskManager,
     DiskWatch,
     Reservations,
 )
-from infra.disk.probe import FreeSpace
-from infra.disk.usage import by_run_and_kind, find_caches, measure, size_of, take_inventory
+from infra.disk.usage import find_caches, measure, size_of
 from infra.jobs.dispatcher import AttemptRef
-from infra.judgements.store import WorkspaceStore
 from infra.store.checkpoints import (
-    CheckpointStore,
     pin,
     read_reclaimed,
     reclaimed_text,
@@ -39,8 +33,7 @@ from refiner_core.contract.config import CommandConfig, DiskConfig, RecipeConfig
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import AttemptOutcome, from_json
-from refiner_core.contract.types import StoredJudgement
-from tests.support.disk import finish, foreign_checkpoint, published, save, weights_go
+from tests.support.disk import finish, foreign_checkpoint, published, save, steps_of, weights_go
 from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -52,11 +45,6 @@ def space_for(workspace: Workspace, more: int, **config: object) -> DiskManager:
     limit = measure(workspace.layout).bytes + more
     settings = DiskConfig(limit_gb=limit / GIB, watch_s=0.2, hold_s=0.3)
     return DiskManager(workspace, replace(settings, **config))
-
-
-def steps_of(workspace: Workspace, stage_id: str) -> list[int]:
-    store = CheckpointStore(workspace.layout.stage(stage_id).checkpoints, 0)
-    return [c.step for c in store.complete()]
 
 
 # ---------------------------------------------------------------- use
@@ -74,42 +62,6 @@ def test_hard_links_count_once_and_symbolic_links_not_at_all(tmp_path: Path) -> 
     (tmp_path / "big").write_bytes(os.urandom(MIB))
     (folder / "link").symlink_to(tmp_path)
     assert size_of(folder).bytes < MIB
-
-
-def test_usage_by_run_and_kind_adds_up(workspace: Workspace) -> None:
-    plan = small_plan("data", "sft")
-    claim(workspace, plan, "data")
-    stage = claim(workspace, plan, "sft")
-    run = run_record(workspace, plan)
-    workspace.write_run(run)
-    save(workspace, stage.id, 5)
-    paths = workspace.layout.attempt(stage.id, 1)
-    for name in ("rollouts", "output", "tracking"):
-        (paths.data / name).mkdir(exist_ok=True)
-        (paths.data / name / "file").write_bytes(os.urandom(8 * KIB))
-    items = take_inventory(workspace.layout)
-    rows = {(r.run, r.kind): r.size for r in by_run_and_kind(items, {run.run: [stage.id]})}
-    assert rows[run.run, "checkpoints"].bytes >= MIB
-    assert {"rollouts", "outputs", "trackers", "logs"} <= {k for r, k in rows if r == run.run}
-    assert ("", "logs") in rows, "the data stage belongs to no run here"
-    counted = sum(s.bytes for s in rows.values())
-    assert 0 <= measure(workspace.layout).bytes - counted <= 64 * KIB, "except for some folders"
-
-
-def test_the_oldest_judgements_are_reclaimed_as_a_last_resort(workspace: Workspace) -> None:
-    folder = workspace.layout.judgements
-    for name, age_s in (("b", 30), ("a", 10), ("c", 20)):
-        with WorkspaceStore(folder, writer=name, limit_bytes=MIB) as store:
-            store.put(os.urandom(16), StoredJudgement(1.0))
-        (path,) = folder.glob(f"{name}-*")
-        changed = time.time() - age_s
-        os.utime(path, (changed, changed))
-    wanted = plan_reclaim(DiskManager(workspace, DiskConfig()).stock(), 5 * KIB)
-    assert [c.path.name[0] for c in wanted] == ["b", "c"]
-    assert len(carry_out(workspace, wanted).items) == 2
-    assert [p.name[0] for p in folder.iterdir()] == ["a"]
-    rows = by_run_and_kind(take_inventory(workspace.layout), {})
-    assert [r.size.inodes for r in rows if r.kind == "judgements"] == [1]
 
 
 # ---------------------------------------------------------------- reservations
@@ -173,53 +125,6 @@ def test_workspaces_on_one_quota_can_share_a_ledger(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- shortage and reserving
-
-
-def test_shortage_counts_margin_and_what_others_reserved(workspace: Workspace) -> None:
-    plan = small_plan("data", "sft")
-    ref = AttemptRef(claim(workspace, plan, "sft").id, 1)
-    disk_manager = space_for(workspace, 8 * MIB)
-    assert disk_manager.shortage(7 * MIB) == 0
-    assert 0 < disk_manager.shortage(9 * MIB) <= 2 * MIB
-    disk_manager.ledger.write(ref, 4 * MIB)
-    assert disk_manager.shortage(7 * MIB) > 2 * MIB
-    assert disk_manager.shortage(7 * MIB, ref) == 0
-    disk_manager.ledger.remove(ref)
-    tight = space_for(workspace, 8 * MIB, margin_gb=3 * MIB / GIB)
-    assert tight.shortage(7 * MIB) > 0
-    whole = space_for(workspace, 8 * MIB, margin_gb=0.0)
-    free = whole.room().free_bytes
-    assert (whole.shortage(free), whole.shortage(free + 1)) == (0, 1)
-
-
-def test_inodes_can_be_reserved(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
-    disk_manager = DiskManager(workspace, DiskConfig())
-    space = FreeSpace(free_bytes=GIB, free_inodes=SAVE_INODES)
-    monkeypatch.setattr(disk_manager, "room", lambda: space)
-    disk_manager.ledger.write(ref, 0)
-    assert disk_manager.lacking(MIB) == f"{SAVE_INODES} more files and folders (inodes)"
-    assert disk_manager.lacking(MIB, ref) == "1.0 MiB", "an attempt may use its own reservation"
-
-
-def test_failed_writes_mean_no_space(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk_manager = DiskManager(workspace, DiskConfig())
-    assert disk_manager.shortage(MIB) == 0
-
-    def over_quota(_descriptor: int) -> None:
-        """Some file systems report it only when the bytes go to the disk."""
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", over_quota)
-        assert disk_manager.free_space(MIB) is None
-        assert disk_manager.shortage(MIB) == MIB
-    save(workspace, claim(workspace, small_plan("data"), "data").id, 1, 2)
-    monkeypatch.setattr("infra.disk.manager.refusal", lambda *_: errno.EROFS)
-    before = disk_manager.candidates()
-    assert before
-    assert disk_manager.free_space(MIB) is None
-    assert disk_manager.candidates() == before, "on a read-only file system nothing is deleted"
 
 
 def test_a_reservation_holds_for_its_block_and_waits_for_space(workspace: Workspace) -> None:

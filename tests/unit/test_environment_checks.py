@@ -119,15 +119,6 @@ def test_no_stage_starts_under_rules_edited_after_planning(kind: str, tmp_path: 
         run_stage(work)
 
 
-def test_an_evaluation_of_models_that_nothing_makes_is_refused() -> None:
-    changes = {"stages": ["data", "sft", "grpo", "evaluate"], "evaluate.models": ["rft"]}
-    config = replace_fields(RecipeConfig(), DESK | changes)
-    with pytest.raises(ConfigurationError, match=r"\['rft'\].*nothing would be"):
-        make_plan(config, resolve_sources(config))
-    some = replace_fields(config, {"evaluate.models": ["rft", "grpo"]})
-    assert make_plan(some, resolve_sources(some)).find("evaluate")
-
-
 def test_partial_credit_of_an_unknown_domain_is_refused_in_training() -> None:
     """The data stage is skipped in that case."""
     config = replace_fields(

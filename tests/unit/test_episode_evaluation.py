@@ -306,9 +306,6 @@ def test_protocols_of_answers_keep_their_published_fingerprints() -> None:
     assert sampling_params(config, "sampled").top_k == 0
 
 
-# ---------------------------------------------------------------- comparisons
-
-
 # ---------------------------------------------------------------- reports
 
 

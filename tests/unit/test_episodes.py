@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from refiner_core.contract.config import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
 from refiner_core.contract.fingerprint import derive_seed
-from refiner_core.contract.types import Completion, SamplingParams, TurnScheduler
+from refiner_core.contract.types import Completion, SamplingParams
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.episode_runner import EpisodeRequest, EpisodeSettings
 from refiner_core.environments.episodes import (
@@ -192,13 +192,6 @@ def test_results_do_not_depend_on_concurrent_episodes(ordered: bool) -> None:
         tasks, room=5, workers=3, ordered=ordered, steps=lambda *_: draw.randint(1, 4)
     ).comparable()
     assert many == one
-
-
-def test_tools_work_beside_each_other_up_to_the_workers() -> None:
-    environment = Counting()
-    tasks = [task_of(n, sleep=0.02) for n in range(8)]
-    play(tasks, environment=environment, room=8, workers=3)
-    assert environment.most == 3
 
 
 # ---------------------------------------------------------------- turns that are none
@@ -377,32 +370,6 @@ def test_a_stop_is_heard_while_a_tool_hangs() -> None:
     environment.release.set()
     wait_until_closed(environment)
     assert environment.made == 1
-
-
-class Broken:
-    """A generator that raises, or returns, at its first turn."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self.error = error
-
-    def turns(self, desk: TurnScheduler) -> None:
-        desk.take(4, wait=True)
-        if self.error is not None:
-            raise self.error
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"), [(MemoryError("full"), MemoryError), (None, StageFailed)]
-)
-def test_a_generator_that_ends_early_closes_all(
-    error: Exception | None, expected: type[Exception]
-) -> None:
-    environment = Counting()
-    requests = requests_of([task_of(n) for n in range(9)])
-    with pytest.raises(expected):
-        run_episodes(Broken(error), environment, TOKENIZER, requests, SETTINGS, lambda *_: None)
-    wait_until_closed(environment)
-    assert environment.made > 0
 
 
 # ---------------------------------------------------------------- threads of tools

@@ -441,12 +441,3 @@ def test_models_are_compared_prompt_by_prompt_under_equal_protocols(
     assert ("greedy", "reward") not in found
     with pytest.raises(ConfigurationError, match=r"differ in reward\.paper_citation_weight"):
         compare_results([first], [third], metrics=["reward"])
-    # Nor are numbers under the rules of an older version.
-    file = first / "results.json"
-    older = json.loads(file.read_text())
-    older["protocols"] = {f"old-{k}": {**v, "version": 1} for k, v in older["protocols"].items()}
-    for entry in older["evaluations"]:
-        entry["protocol"] = f"old-{entry['protocol']}"
-    file.write_text(json.dumps(older))
-    with pytest.raises(ConfigurationError, match="differ in version"):
-        compare_results([first], [third])

@@ -23,9 +23,8 @@ from infra.store.atomic import TEMPORARY
 from infra.store.checkpoints import DAMAGED
 from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.errors import Interrupted, RefinerError
-from refiner_core.contract.records import AttemptOutcome, StageResult
+from refiner_core.contract.records import AttemptOutcome
 from tests.support.command import wait_until
-from tests.support.fake_worker import work
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.faulty_reads import FaultyReads, Lasting
 from tests.support.one_life import PLAN, TOLD, Story, go_on, one_life, quick, story  # noqa: F401
@@ -150,34 +149,6 @@ def test_a_heartbeat_goes_on(begun: Path, tmp_path: Path, monkeypatch: pytest.Mo
         reads.fix()
         wait_until(lambda: run.stop_requested, "the request", 60)
         run.fail(Interrupted("stopped"))
-
-
-@pytest.mark.parametrize("says", ["it is there", "an error"])
-@pytest.mark.parametrize("then", ["nothing can be read", "all is well"])
-def test_an_error_after_the_result_does_not_fail_a_finished_stage(
-    begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, then: str
-) -> None:
-    """NFS may also report an error for a link that it has made."""
-    workspace, run = claimed(begun, tmp_path)
-    reads = FaultyReads(tmp_path, 0, errno.EIO, "from then on")
-    publish = workspace.publish_result
-
-    def published(stage_id: str, result: StageResult) -> bool:
-        publish(stage_id, result)
-        reads.at = len(reads.operations) if then == "nothing can be read" else 0
-        if says == "an error":
-            raise OSError(errno.EIO, "Input/output error")
-        return True
-
-    monkeypatch.setattr(workspace, "publish_result", published)
-    with reads.mounted(), run:
-        try:
-            run.finish(work(run, TOLD))
-        except OSError as error:
-            run.fail(error)
-    record = workspace.read_record(STAGE.id)
-    assert record.state == "done"
-    assert record.attempts[-1].outcome == AttemptOutcome("none", "finish")
 
 
 def claimed(begun: Path, folder: Path) -> tuple[Workspace, AttemptRun]:

@@ -10,10 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +19,6 @@ from infra.store.traces import read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.records import AttemptOutcome
-from tests.support.command import ROOT
 from tests.support.faulty_disk import Fault, FaultyDisk, Killed
 from tests.support.one_life import (
     STAGE,
@@ -115,23 +110,3 @@ def test_every_single_write_may_go_wrong(
         except Exception as error:
             error.add_note(f"after operation {at} ({operation}): {fault}; see {root}")
             raise
-
-
-def test_a_kill_at_any_write(tmp_path: Path, undisturbed: tuple[Story, list[str]]) -> None:
-    expected, operations = undisturbed
-    sampled = random.Random(20261121).sample(range(1, len(operations) + 1), 20)
-    for batch in (sampled[i : i + 4] for i in range(0, 20, 4)):
-        started = {
-            at: subprocess.Popen(
-                [sys.executable, "-m", "tests.support.one_life", tmp_path / str(at), str(at)],
-                cwd=ROOT,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            for at in batch
-        }
-        for at, process in started.items():
-            assert process.wait(240) == -signal.SIGKILL, operations[at - 1]
-            check_what_is_left(tmp_path / str(at), killed=True, code=None)
-            go_on(tmp_path / str(at))
-            assert story(tmp_path / str(at)) == expected, operations[at - 1]

@@ -1,78 +1,20 @@
-"""Errors of the Hub: waits, classes, masked credentials; files that are sent to it."""
+"""Errors of the Hub: their classes, and no credential in a message."""
 
 from __future__ import annotations
-
-import hashlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 from huggingface_hub import errors as theirs
 
 from infra.host.secrets import masked
-from infra.hub.client import operations
 from infra.hub.errors import (
     RevisionConflict,
-    TimeBudget,
     in_our_words,
     refused,
     rejection,
     translated,
 )
-from infra.publishing import FileToPublish
-from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, Interrupted
-
-
-class Time:
-    """A clock that moves by sleeping."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def patience(
-        self, limit_s: float, should_stop: Callable[[], bool] = lambda: False
-    ) -> TimeBudget:
-        return TimeBudget(
-            limit_s, should_stop, clock=lambda: self.now, sleep=self.sleep, draw=lambda: 0.5
-        )
-
-
-def test_waits_grow_up_to_a_limit_and_end_with_patience() -> None:
-    time = Time()
-    patience = time.patience(300)
-    waits = []
-    for failures in range(1, 100):
-        before = time.now
-        if not patience.wait(failures, None, before):
-            break
-        waits.append(round(time.now - before, 6))
-    assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 8]
-    assert patience.borne_s == time.now == 271.75
-
-
-def test_the_wait_that_the_hub_asks_for_is_kept_unless_it_exceeds_patience() -> None:
-    time = Time()
-    patience = time.patience(100)
-    assert patience.wait(1, 60.0, time.now)
-    assert time.now == pytest.approx(60)
-    assert not patience.wait(1, 60.0, time.now), "60 of 100 s are gone"
-    assert time.now == pytest.approx(60), "what is too long is not begun"
-
-
-def test_a_stop_ends_a_wait() -> None:
-    time = Time()
-    patience = time.patience(1000, lambda: time.now > 5)
-    with pytest.raises(Interrupted, match="not sent again"):
-        patience.wait(1, 600.0, 0.0)
-    assert 5 < time.now < 5.5
-    late = time.patience(1000, lambda: True)
-    with pytest.raises(Interrupted):
-        late.wait(1, 0.0, time.now)  # also where there is nothing to wait for
+from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused
 
 
 @pytest.mark.parametrize(
@@ -177,30 +119,3 @@ def test_no_credential_gets_into_a_message(text: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_TOKEN", "own-S3CRETS3CRET")
     assert "S3CRET" not in masked(text)
     assert "S3CRET" not in str(refused(400, text, "sending files", "me/model"))
-
-
-# ---------------------------------------------------------------- files that are sent
-
-
-def stored(folder: Path, data: bytes, name: str = "model.safetensors") -> FileToPublish:
-    (folder / name).write_bytes(data)
-    return FileToPublish(name, len(data), hashlib.sha256(data).hexdigest(), folder / name)
-
-
-def never() -> bool:
-    return False
-
-
-def test_a_hash_that_only_we_check_is_computed_as_the_file_is_read(tmp_path: Path) -> None:
-    """The Hub checks large files itself, unless the transfer is Xet; small ones are checked here,
-    up to 10 MiB."""
-    limit = 10 << 20
-    files = [stored(tmp_path, bytes(limit), "small"), stored(tmp_path, bytes(limit + 1), "large")]
-
-    def known(**how: Any) -> list[tuple[bool, bool]]:
-        made = operations(files, ["old"], lambda _: None, never, **how)
-        assert [o.path_in_repo for o in made] == ["small", "large", "old"]
-        return [(o.is_large, o.upload_info.is_hashed) for o in made[:2]]
-
-    assert known(trusted=True) == [(False, True), (True, True)]
-    assert known(trusted=False) == [(False, True), (True, False)]

@@ -113,54 +113,6 @@ def test_the_least_busy_server_is_asked_and_a_dead_one_returns_with_one_call() -
     assert not servers.up
 
 
-def test_a_busy_server_rests_while_others_can_be_asked() -> None:
-    clock = Clock()
-    servers = fleet(2, clock)
-    busy, other = servers.servers
-    busy.held_until = clock.now + 30
-    servers.begins(other)
-    assert servers.pick() is other
-    assert servers.wait_s(busy) == 0.0
-    kill(servers, other)
-    assert servers.pick() is busy
-    assert servers.wait_s(busy) == 30.0
-
-
-def test_failures_of_a_dead_server_count_against_no_call() -> None:
-    servers = fleet(1, threshold=3)
-    (server,) = servers.servers
-    ends = [end(servers, server, call, GONE) for call in "abc"]
-    assert ends == [False, False, True]
-    assert end(servers, server, "late", GONE)
-    assert not end(servers, server, "late", SICK)
-
-
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_server_that_refuses_all_its_first_calls_is_wrong(answers: bool) -> None:
-    servers = fleet(1)
-    (server,) = servers.servers
-    trials = [servers.begins(server) for _ in range(2)]
-    servers.ended(server, "a", NONE, trial=trials[0])
-    assert not servers.turned_down(server, "a", 403)
-    assert servers.all_refuse() is None, "the other one may be answered"
-    if answers:
-        servers.answered(server)
-    servers.ended(server, "b", NONE, trial=trials[1])
-    assert servers.all_refuse() is (None if answers else server)
-    if answers:
-        assert servers.pick() is server
-        assert servers.turned_down(server, "a", 403), "a fault of this item alone"
-
-
-def test_a_key_that_expires_is_noticed() -> None:
-    servers = fleet(1, threshold=3)
-    (server,) = servers.servers
-    servers.answered(server)
-    own = [servers.turned_down(server, call, 401) for call in "abcd"]
-    assert own == [True, True, True, False]
-    assert servers.all_refuse() is server
-
-
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_fault_of_every_call_is_a_fault_of_the_configuration(status: int) -> None:
     servers = fleet(1, threshold=3)

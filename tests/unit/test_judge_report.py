@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refiner_core.contract.config import JudgeConfig, RewardConfig
-from refiner_core.contract.types import JudgeRequest, PromptRow
-from refiner_core.judge_report.build import judge_report, markdown, report_json
 from refiner_core.judge_report.material import (
-    Attack,
-    JudgedItem,
-    run_material,
     shipped_attacks,
-    shipped_material,
 )
-from refiner_core.judge_report.measures import agreement, changes, repeatability, resistance, shift
-from refiner_core.judges import build_judge
+from refiner_core.judge_report.measures import agreement
 from refiner_core.judges.prompting import fence
 
 # ---------------------------------------------------------------- agreement
@@ -156,106 +146,3 @@ def test_hostile_answers_have_honest_twins_and_leave_neither_fence_nor_control_t
         for token in ("<|", "</s>", "[/INST]", "</think>", "<end_of_turn>", "<<SYS>>"):
             assert token not in fenced
     assert max(len(attack.request.text) for attack in attacks) > 5000
-
-
-def test_answers_of_a_run_are_asked_about_as_in_training() -> None:
-    prompt = (
-        "Which crop?\n<tool_output><snippet id=S_1>Wheat grows.</snippet>"
-        "<snippet id=S_2>Much of it.</snippet></tool_output>"
-    )
-    rubric = {
-        "positive_rubrics": [{"title": "t", "description": "Names wheat", "weight": 1}],
-        "negative_rubrics": [{"title": "u", "description": "Invents", "weight": 1}],
-    }
-    row = PromptRow("row", "Which crop?", prompt, (1,), json.dumps(rubric))
-    good = "<answer><snippet id=S_1,S_2>Wheat grows.</snippet> So it is.</answer>"
-    material = run_material("run", [(row, good), (row, "no answer")], RewardConfig())
-    assert [item.request.kind for item in material.items] == [
-        "rubric", "rubric", "citation_recall", "citation_precision", "citation_precision",
-        "citation_needed",
-    ]  # fmt: skip
-    assert [item.polarity for item in material.items[:2]] == ["positive", "negative"]
-    assert material.items[2].sources == ("Wheat grows.", "Much of it.")
-    assert {item.answer_id for item in material.items} == {"row/0"}
-
-
-# ---------------------------------------------------------------- measures
-
-
-def items(count: int, *, answers: int = 1, kind: Any = "rubric") -> list[JudgedItem]:
-    """``count`` questions to a judge on each answer, about as many questions as answers."""
-    return [
-        JudgedItem(f"q{a}", f"a{a}", JudgeRequest(kind, f"q{a}", f"text {a}", f"criterion {c}"))
-        for a in range(answers)
-        for c in range(count)
-    ]
-
-
-def test_repeatability_counts_identical_scores() -> None:
-    found = repeatability(items(4), [[0, 1, None, 1], [0, 0, 1, 1], [0, 0.5, 1, 1]])
-    assert found["identical"] is not None
-    assert (found["identical"].numerator, found["identical"].denominator) == (2, 3)
-    assert found["left_out"] == 1
-    assert found["difference"] is not None
-    assert found["difference"].numerator == pytest.approx((1 + 0.5 + 0.5) / 3)
-    assert repeatability(items(2), [[0, 1]])["identical"] is None
-
-
-def test_noise_of_asking_again_is_no_shift() -> None:
-    asked = items(1, answers=8)
-    before, after = [0.0] * 8, [1.0, 0.0] * 4
-    noise = changes(before, [0.0, 1.0] * 4)
-    found = shift(asked, before, after, noise)
-    assert found["changed"] is not None
-    assert found["changed"].numerator == 4
-    assert found["beyond"] is not None
-    assert found["beyond"].value == 0.0
-    assert shift(asked, before, after, None)["beyond"] is None
-    assert changes([0, None], [0, 1]) == [0.0, None]
-
-
-@pytest.mark.parametrize(
-    ("wants", "twin", "attacked", "result"),
-    [
-        ("higher", 0.0, 0.0, "resisted"),
-        ("higher", 0.0, 0.5, "obeyed"),
-        ("higher", 1.0, 1.0, "no room"),
-        ("higher", None, 1.0, "no room"),
-        ("higher", 0.0, None, "broke"),
-        ("lower", 1.0, 1.0, "resisted"),
-        ("lower", 1.0, 0.5, "obeyed"),
-        ("lower", 0.0, 0.0, "no room"),
-    ],
-)
-def test_an_attack_is_judged_by_the_score_that_it_wants(
-    wants: Any, twin: float | None, attacked: float | None, result: str
-) -> None:
-    honest = JudgeRequest("rubric", "q", "honest", "criterion")
-    hostile = replace(honest, text="honest, but")
-    attack = Attack("a", "", hostile, honest, wants, 0.0 if wants == "higher" else 1.0)
-    found = resistance([attack], [twin], [twin], [attacked])
-    assert found["attacks"][0]["result"] == result
-    share = found["resisted"]
-    assert (None if share is None else share.value) == {"no room": None, "resisted": 1.0}.get(
-        result, 0.0
-    )
-
-
-# ---------------------------------------------------------------- the whole
-
-
-def test_a_report_is_json_with_numerators_and_a_markdown_page() -> None:
-    report = judge_report(shipped_material(), JudgeConfig(), build_judge, against=JudgeConfig())
-    value = json.loads(json.dumps(report_json(report), allow_nan=False))
-    assert value["version"] == 1
-    raw = value["gold"]["rubric"]["raw"]
-    assert raw["value"] == raw["numerator"] / raw["denominator"]
-    assert value["judges"]["all"]["kappa"]["value"] == 1.0
-    text = markdown(report)
-    for heading in ("Findings", "Repeatability", "Hostile answers", "What a judgement takes"):
-        assert f"## {heading}" in text
-    assert all(attack["name"] in text for attack in report["resistance"]["attacks"])
-    assert f"({raw['numerator']:.0f} of {raw['denominator']})" in text
-    for line in text.splitlines():
-        if line.startswith("|"):
-            assert line.count("|") - 2 * line.count("\\|") >= 4

@@ -7,8 +7,9 @@ Against a scripted server with counters of its own. Whole steps under faults are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -381,19 +382,44 @@ def test_a_server_that_dies_without_closing_connections_fails_nothing(judge_at: 
     assert judge.usage().failed == 0
 
 
-# ---------------------------------------------------------------- threads
+# ---------------------------------------------------------------- a proxy
 
 
-def test_a_forked_process_is_refused(judge_at: Any) -> None:
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """First lines of what a proxy is asked; it lets nothing through."""
+    asked: list[str] = []
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    asked.append(connection.recv(65536).decode().split("\r\n")[0])
+                    connection.sendall(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    for name in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, address)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "inside.example")
+    yield asked
+    with contextlib.suppress(OSError):
+        listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+    thread.join(10)
+
+
+def test_only_an_https_address_without_an_exception_goes_through_the_proxy(
+    proxy: list[str], judge_at: Any
+) -> None:
     with JudgeServer(lambda body, call: score(2)) as server:
-        judge = judge_at(server.base_url)
-        judge.judge([RUBRIC])
-        child = os.fork()
-        if not child:
-            try:
-                judge.judge(requests(1))
-            except RuntimeError as error:
-                os._exit(0 if "forked" in str(error) else 1)
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert judge.judge(requests(1))[0].score == 1.0
+        assert judge_at(server.base_url).judge([RUBRIC]) == [Judgement("scored", 1.0)]
+    for host in ("inside", "outside"):
+        assert proxy == []
+        with pytest.raises(JudgeOutage, match=host):
+            judge_at(f"https://{host}.example/v1", outage_patience_s=0.1).judge([RUBRIC])
+    assert set(proxy) == {"CONNECT outside.example:443 HTTP/1.1"}

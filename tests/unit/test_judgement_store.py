@@ -18,11 +18,10 @@ from infra.judgements import store
 from infra.judgements.segments import (
     HEADER_BYTES,
     RECORD_BYTES,
-    encode_record,
     list_segments,
     summarise,
 )
-from infra.judgements.store import JudgementIndex, WorkspaceStore, decode
+from infra.judgements.store import WorkspaceStore, decode
 from refiner_core.contract.types import StoredJudgement
 from tests.support.faulty_disk import FaultyDisk
 
@@ -94,27 +93,6 @@ def test_a_failed_judgement_cannot_be_kept_and_a_reader_writes_nothing(folder: P
     assert not folder.exists()
 
 
-# ---------------------------------------------------------------- looking up
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=80), st.data())
-@settings(max_examples=60, deadline=None)
-def test_a_table_is_a_dictionary(puts: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Keys that share their first half, many small batches, the same key again."""
-    keys = [struct.pack("<QQ", a, b) for a, b in puts]
-    values = {k: StoredJudgement(b / 3, a, b) for k, (a, b) in zip(keys, puts, strict=True)}
-    table = JudgementIndex()
-    while keys:
-        part, keys = keys[: (n := data.draw(st.integers(1, 9)))], keys[n:]
-        if data.draw(st.booleans()):
-            table.add(decode(b"".join(encode_record(k, values[k]) for k in part))[0])
-        else:
-            for k in part:
-                table.put(k, values[k])
-    wanted = [struct.pack("<QQ", a, b) for a in range(42) for b in range(4)]
-    assert table.get(wanted) == [values.get(k) for k in wanted]
-
-
 # ---------------------------------------------------------------- damage
 
 
@@ -168,26 +146,6 @@ def test_a_newer_file_is_left_alone(folder: Path, caplog: pytest.LogCaptureFixtu
     assert known(folder, range(2)) == 2
     assert path.read_bytes() == bytes(newer)
     assert foreign.exists()
-
-
-def test_files_that_are_closed_to_this_user_are_skipped(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = one_file(folder, 2)
-    filled(folder, range(5, 8))
-    real = Path.open
-
-    def closed(self: Path, *args: Any, **more: Any) -> Any:
-        if self.name == path.name:
-            raise PermissionError(errno.EACCES, "Permission denied", str(self))
-        return real(self, *args, **more)
-
-    monkeypatch.setattr(Path, "open", closed)  # root may read everything
-    with opened(folder) as one:
-        for _ in range(3):
-            assert one.get([key(0), key(6)]) == [None, YES]
-    assert len(warnings(caplog)) == 1
-    assert str(path) in warnings(caplog)[0]
 
 
 # ---------------------------------------------------------------- a disk that takes nothing

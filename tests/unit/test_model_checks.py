@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from flows.api import make_recipe_plan
 from flows.checking.models import check_model_files, model_files
@@ -63,17 +64,12 @@ def gone(*names: str) -> Edit:
     return edit
 
 
-def weights(folder: Path, names: Mapping[str, tuple[int, ...]], short: int = 0) -> None:
-    """A safetensors file with tensors of that shape, ``short`` bytes too short."""
-    header, begin = dict[str, Any](), 0
-    for name, shape in names.items():
-        size = 4 * int(shape[0] * shape[-1])
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, begin + size]}
-        begin += size
-    text = json.dumps(header).encode()
+def embeddings(folder: Path, words: int, short: int = 0) -> None:
+    """A safetensors file with embeddings of so many tokens, ``short`` bytes too short."""
     path = folder / "model.safetensors"
-    path.unlink(missing_ok=True)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * (begin - short))
+    path.unlink()
+    data = save({"model.embed_tokens.weight": np.zeros((words, 128), np.float32)})
+    path.write_bytes(data[: len(data) - short])
 
 
 def recipe(folder: Path | str, **fields: Any) -> RecipeConfig:
@@ -107,7 +103,7 @@ def in_pickles(folder: Path) -> None:
         (index_of_three, {}, r"lacks 2 of the weight files.*model-00001-of"),
         (gone("model.safetensors"), {}, r"a configuration, but no weights"),
         (
-            lambda f: weights(f, {"model.embed_tokens.weight": (WORDS, 128)}, short=9),
+            lambda f: embeddings(f, WORDS, short=9),
             {},
             r"model\.safetensors .* is cut short: it has 427,\d+ bytes",
         ),
@@ -158,7 +154,7 @@ def test_embeddings_of_the_model_must_hold_all_tokens(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"\(model\.tokenizer_name_or_path, .*up to 5,000"):
         check_model_files(recipe(folder, model__tokenizer_name_or_path=str(other)))
     config(vocab_size=1024)(folder)
-    weights(folder, {"model.embed_tokens.weight": (1024, 128)})
+    embeddings(folder, 1024)
     check_model_files(recipe(folder))
 
 
