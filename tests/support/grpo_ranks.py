@@ -26,8 +26,8 @@ from tests.support.tiny_training import NoJudge, count_low_words, recipe, train_
 Case = dict[str, Any]
 
 
-def launch(root: Path, cases: Sequence[Case], *, ranks: int, timeout_s: float) -> None:
-    """Run the cases in ``ranks`` processes of their own; every rank must end well."""
+def launch(root: Path, module: str, *args: str, ranks: int, timeout_s: float) -> None:
+    """Run a module in ``ranks`` processes with logs in ``root``; every rank must end well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -35,13 +35,14 @@ def launch(root: Path, cases: Sequence[Case], *, ranks: int, timeout_s: float) -
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         TALK: "5a" * 32,
     }
-    command = [sys.executable, "-m", "tests.support.grpo_ranks", str(root), json.dumps(cases)]
+    command = [sys.executable, "-m", module, *args]
     started = []
     try:
         for rank in range(ranks):

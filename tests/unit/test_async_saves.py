@@ -7,9 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,10 +22,10 @@ from infra.store.checkpoints import CheckpointStore, step_name
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, NoSpaceError
-from refiner_core.training.ranks import TALK, Ranks
+from refiner_core.training.ranks import Ranks
 from refiner_core.training.sft import train_sft
 from refiner_core.training.steps.checkpoint_manager import SAVE_TRIES, CheckpointManager
-from tests.support.command import ROOT
+from tests.support.grpo_ranks import launch
 from tests.support.plans import claim, small_plan
 from tests.support.quota import fill, small_tmpfs
 from tests.support.stage_io import FolderStageIO
@@ -207,32 +204,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(folder: Path) -> dict[str, Any]:
     """What rank 0 has to say in the end of each training."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.two_savers", folder, *FAULTS],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-                **{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", TALK: "5a" * 32},
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        answers = [process.communicate(timeout=240) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [p.returncode for p in started] == [0, 0], answers[0][1] + answers[1][1]
-    lines = [json.loads(line) for line in answers[0][0].splitlines() if line.startswith("{")]
+    launch(folder, "tests.support.two_savers", str(folder), *FAULTS, ranks=2, timeout_s=240)
+    said = (folder / "rank-0.log").read_text().splitlines()
+    lines = [json.loads(line) for line in said if line.startswith("{")]
     return dict(zip(FAULTS, lines, strict=True))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 
 from flows.certify.device import EXACT, kernel_check, own_samples, score_rows
 from flows.certify.device import _load as load
-from flows.certify.node import make_order, run_part
 from flows.certify.processes import engine_checks, server_checks
 from flows.certify.work import WorkOrder
 from flows.doctor import examine
@@ -21,8 +19,7 @@ from infra.store.provenance import read_certificates, write_certificate
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
 from refiner_core.cards.public import public_certificate
-from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, WorkspaceError
+from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
 from tests.support.card_facts import full_facts
 from tests.support.vllm_server import shim
@@ -129,36 +126,6 @@ def test_altered_weights_are_found(
 
 
 # ---------------------------------------------------------------- the parts, and what they try
-
-
-def test_the_largest_shape_that_fits_is_measured_on_a_gpu() -> None:
-    def order(gib: int, gpus: int = 1, model: str | None = None, disk: int = 99) -> WorkOrder:
-        probed = {"gpus": ["NVIDIA H100"] * gpus, "bytes": gib << 30, "disk": disk << 30}
-        return make_order(RecipeConfig(), probed, model)
-
-    assert [order(gib).model for gib in (139, 79, 46, 22)] == ["4B", "1.7B", "1.7B", "0.6B"]
-    assert order(139).dtype == "bfloat16"
-    assert order(139, disk=10).model == "1.7B", "whose weights the disk takes"
-    assert order(139, gpus=8).worlds == (1, 2, 8)
-    assert make_order(RecipeConfig(), {"gpus": [], "bytes": 0}, None).worlds == (2,)
-    with pytest.raises(ConfigurationError, match=r"one of: tiny, 0\.6B"):
-        order(79, model="7B")
-
-
-def part(order: WorkOrder, folder: Path, seconds: float) -> list[CertifiedCheck]:
-    found: list[CertifiedCheck] = []
-    deadline = time.monotonic() + seconds
-    run_part("servers", order, folder, deadline, found.append)
-    return found
-
-
-@pytest.mark.slow
-def test_a_part_that_hangs_or_dies_is_a_failed_check(tmp_path: Path) -> None:
-    assert [c.verdict for c in part(CPU, tmp_path / "a", -1)] == ["absent"]
-    [slow] = part(CPU, tmp_path / "b", 0.3)
-    assert slow.verdict == "fail"
-    dead = part(replace(CPU, dtype="float7", vllm={"python": "x"}), tmp_path / "c", 120)
-    assert dead[-1].verdict == "fail"
 
 
 # ---------------------------------------------------------------- certificates, and who uses them

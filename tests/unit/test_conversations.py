@@ -177,19 +177,6 @@ LLAMA_LIKE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n\\n' }}{% endif %}"""
 
 
-def test_other_templates_format_messages_their_way() -> None:
-    tokenizer = qwen_like()
-    tokenizer.chat_template = LLAMA_LIKE
-    conversation = begun(tokenizer, Message("user", "  Hello \n"))
-    print_line(conversation, ids_of(tokenizer, CALL))
-    conversation.observe([Message("tool", 'a "quote"\n'), Message("user", " so ")])
-    assert text_of(tokenizer, conversation.ids).endswith(
-        "<|im_start|>user\n\nHello<|im_end|><|im_start|>assistant\n\n" + CALL + "<|im_end|>"
-        '<|im_start|>tool\n\n"a \\"quote\\"\\n"<|im_end|><|im_start|>user\n\nso<|im_end|>'
-        "<|im_start|>assistant\n\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("template", "why"),
     [

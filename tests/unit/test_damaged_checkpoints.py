@@ -22,7 +22,7 @@ from infra.store.checkpoints import (
     read_checkpoint,
     step_name,
 )
-from infra.store.traces import list_rollouts, read_metrics
+from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.planned import PlannedStage
@@ -129,23 +129,6 @@ def test_a_save_keeps_the_good_one(workspace: Workspace, stage: PlannedStage, st
     assert (checkpoints / step_name(4) / STATE).exists() is (step == 6), "evidence stays"
 
 
-@pytest.mark.parametrize("attempt", [1, 2])
-@pytest.mark.parametrize("damage", [flip_a_bit, cut_off])
-def test_no_older_one_goes_before_a_save_while_the_newest_is_damaged(
-    workspace: Workspace, stage: PlannedStage, damage: Callable[[Path], None], attempt: int
-) -> None:
-    """Its sizes may be right; a save that fails would then leave none to resume from."""
-    first = make_io(workspace, stage, 1)
-    train(first, 4)
-    checkpoints = workspace.layout.stage(stage.id).checkpoints
-    damage(checkpoints / step_name(4))
-    io = first if attempt == 1 else make_io(workspace, stage, 2)
-    with pytest.raises(RuntimeError), io.new_checkpoint(6):
-        raise RuntimeError("the disk is full")
-    found = make_io(workspace, stage, 3).latest_checkpoint()
-    assert found.step == 2
-
-
 def test_a_reclaim_keeps_the_good_one(workspace: Workspace, stage: PlannedStage) -> None:
     train(make_io(workspace, stage, 1), 4)
     checkpoints = workspace.layout.stage(stage.id).checkpoints
@@ -166,30 +149,6 @@ def test_a_marker_needs_no_hashes(workspace: Workspace, stage: PlannedStage) -> 
     (newest / MARKER).write_text(json.dumps(marker))
     shutil.copytree(newest, newest.with_name(step_name(6)))
     assert make_io(workspace, stage, 2).latest_checkpoint().path == newest
-
-
-def test_logs_after_a_skipped_checkpoint_are_dropped(
-    workspace: Workspace, stage: PlannedStage, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The trainer could not read it, though its files are what was saved."""
-    train(make_io(workspace, stage, 1), 5)
-    io = make_io(workspace, stage, 2)
-    newest = io.latest_checkpoint()
-    assert newest is not None
-    io.pass_over(newest, "it cannot be read")
-    found = io.latest_checkpoint()
-    assert (found.step, io.resumed_step) == (2, 2)
-    paths = workspace.layout.attempt(stage.id, 2)
-    assert [m.step for m in read_metrics(paths.metrics)] == list(range(1, 3))
-    assert [p.stem for p in list_rollouts(paths.rollouts)] == [step_name(s) for s in range(1, 3)]
-    assert json.loads(paths.started.read_text())["resumed"] == {"step": 2, "from_attempt": 1}
-    io.pass_over(found, "nor can this one")
-    assert io.latest_checkpoint() is None
-    assert "starts again" in caplog.text
-    assert json.loads(paths.started.read_text())["resumed"] is None
-    assert read_metrics(paths.metrics) == []
-    # What it says holds for the attempts after it, too.
-    assert make_io(workspace, stage, 3).latest_checkpoint() is None
 
 
 def test_an_export_checks_its_weights_only(workspace: Workspace, stage: PlannedStage) -> None:

@@ -258,25 +258,6 @@ def test_a_held_checkpoint_stays(workspace: Workspace, trained: bool) -> None:
     assert [h.idle for h in read_holds(workspace)] == [""], "a run that cannot be read may"
 
 
-def test_a_late_hold_is_respected(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, grpo = holding(workspace, 2)
-    disk_manager = DiskManager(workspace, DiskConfig())
-    candidates = disk_manager.candidates()
-    assert [c.step for c in candidates] == [1, 2, 3]
-    holds, rename = RetainedCheckpoints(plan, workspace.layout), Path.rename
-
-    def late(path: Path, target: Path) -> Path:
-        """Right after the last look and before the checkpoint is out of sight."""
-        if path.name == "step-00000002":
-            holds.keep(())
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", late)
-    disk_manager.carry_out(candidates)
-    assert steps_of(workspace, grpo) == [2, 4]
-    assert holds.there(()) == {(grpo, 2)}
-
-
 def test_a_reclaim_drops_the_holds_of_a_cancelled_run(workspace: Workspace) -> None:
     plan, grpo = holding(workspace, 1, 2)
     RetainedCheckpoints(plan, workspace.layout).keep(())

@@ -23,9 +23,7 @@ from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import StageSpec
 from refiner_core.environments.checking import check_environment
-from refiner_core.environments.protocol import row_of_task
 from refiner_core.environments.registry import load_own
-from refiner_core.training.rollouts.multi_turn import MultiTurnTask
 from tests.support.stage_io import FolderStageIO
 
 README = Path(refiner_core.environments.__file__).with_name("README.md").read_text()
@@ -117,19 +115,6 @@ def test_no_stage_starts_under_rules_edited_after_planning(kind: str, tmp_path: 
     )
     with pytest.raises(ConfigurationError, match="is not what this stage was planned with"):
         run_stage(work)
-
-
-def test_partial_credit_of_an_unknown_domain_is_refused_in_training() -> None:
-    """The data stage is skipped in that case."""
-    config = replace_fields(
-        RecipeConfig(),
-        {"environment.name": f"{OWN}:Lamps", "environment.shaping.alpha_by_domain": ["lamp=2"]},
-    )
-    lane = MultiTurnTask(config, None, None, samples=True)
-    assert lane.environment is not None
-    rows = [row_of_task(task, (1, 2, 3)) for task in lane.environment.tasks("train")]
-    with pytest.raises(ConfigurationError, match="'lamp', which is not a domain"):
-        lane.check(rows)
 
 
 def test_another_weight_of_partial_credit_samples_nothing_again() -> None:

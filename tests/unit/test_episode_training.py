@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage
-from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.sections.environment import ShapingConfig
 from refiner_core.contract.sections.training import CurriculumConfig
 from refiner_core.environments.protocol import record_from_json
@@ -248,12 +246,6 @@ def test_an_outage_ends_the_stage_with_nothing_trained_on_it_and_the_next_attemp
 
 
 # ---------------------------------------------------------------- refused before anything is done
-
-
-def test_a_pack_that_is_shorter_than_an_episode_is_refused_when_planned() -> None:
-    words = ["grpo.max_token_length=400", "grpo.pack_length=399"]
-    with pytest.raises(ConfigurationError, match="pack_length >= 400"):
-        check_config(load_recipe("tiny-tools", words))
 
 
 @pytest.mark.parametrize(

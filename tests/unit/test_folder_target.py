@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ import pytest
 from infra.publishing import FolderTarget, PublishedFiles, report_of
 from infra.store.stage_records import target_damage
 from refiner_core.contract.config import PublishConfig
-from refiner_core.contract.errors import ConfigurationError, Interrupted, NoSpaceError
+from refiner_core.contract.errors import ConfigurationError, NoSpaceError
 from refiner_core.contract.types import Progress
-from tests.support.publications import OTHER_RUN, REPO, card, publication
+from tests.support.publications import REPO, card, publication
 
 ALL = ("README.md", "config.json", "model.safetensors", "refiner.json")
 STEPS = PublishConfig(which="every-save")
@@ -54,26 +53,6 @@ def test_main_and_its_step_share_their_bytes(root: Path, tmp_path: Path) -> None
     step = root / f"{REPO}@step-100"
     assert published.target == str(step)
     assert inode(root / REPO / "model.safetensors") == inode(step / "model.safetensors")
-
-
-def test_failures_keep_files(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = FolderTarget(root, FINAL)
-    target.publish(publication(tmp_path, 100, final=True))
-    other = publication(tmp_path, 100, final=True, files={"model.safetensors": b"new"})
-    with pytest.raises(Interrupted):
-        target.publish(other, should_stop=lambda: True)
-
-    def full(_: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("infra.publishing.atomic.sync_tree", full)
-        with pytest.raises(NoSpaceError):
-            target.publish(other)
-    assert (root / REPO / "model.safetensors").read_bytes() == b"weights of step 100"
-    assert names(root / "me") == {"model"}
-    assert target.publish(other).changed == ("model.safetensors", "refiner.json")
-    assert names(root / REPO) == {"README.md", "model.safetensors", "refiner.json"}
 
 
 @pytest.mark.parametrize("end", [OSError(errno.EDQUOT, "Disk quota exceeded"), KeyboardInterrupt()])
@@ -122,15 +101,6 @@ def test_a_kill_loses_nothing(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     publish(publication(tmp_path, 100, final=True, says="new"))
     assert (root / REPO / "README.md").read_text() == card("new")
     assert (root / REPO / "notes.txt").read_text() == "mine"
-
-
-def test_another_run_is_replaced_only_on_request(root: Path, tmp_path: Path) -> None:
-    FolderTarget(root, FINAL).publish(publication(tmp_path, 100, final=True))
-    other = publication(tmp_path, 40, final=True, run=OTHER_RUN)
-    with pytest.raises(ConfigurationError, match=r"another run .*publish\.replace=true"):
-        FolderTarget(root, FINAL).publish(other)
-    FolderTarget(root, replace(FINAL, replace=True)).publish(other)
-    assert b"step 40" in (root / REPO / "model.safetensors").read_bytes()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(root: Path, tmp_path: Path) -> None:

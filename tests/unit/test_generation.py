@@ -129,16 +129,6 @@ def test_a_sample_does_not_depend_on_its_neighbours(
     same_but_for_last_digits(together, generator.generate(requests, params))
 
 
-def test_eos_is_kept_and_ends_the_sample(generator: TransformersGenerator) -> None:
-    completions = generator.generate(group(prompts(8)[0], 40), SamplingParams(max_new_tokens=60))
-    for completion in completions:
-        assert EOS not in completion.token_ids[:-1]
-        assert (completion.token_ids[-1] == EOS) == (completion.finish_reason == "stop")
-        assert completion.finish_reason == "stop" or len(completion.token_ids) == 60
-        assert len(completion.logprobs) == len(completion.token_ids)
-    assert {c.finish_reason for c in completions} == {"stop", "length"}
-
-
 def test_stop_strings_stay_in_the_text_and_may_span_tokens(
     generator: TransformersGenerator,
 ) -> None:

@@ -44,7 +44,8 @@ def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("ranks")
     save_data(root / "data")
     save_tiny_model(root / "model")
-    launch(root, CASES, ranks=2, timeout_s=300)
+    module = "tests.support.grpo_ranks"
+    launch(root, module, str(root), json.dumps(CASES), ranks=2, timeout_s=300)
     return root
 
 

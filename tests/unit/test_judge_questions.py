@@ -23,7 +23,6 @@ from refiner_core.judges import calls as parsing
 from refiner_core.judges import judge_prompts_digest, parse_judgement
 from refiner_core.judges.calls import (
     ChatCall,
-    Reply,
     parse_batch,
     plan_calls,
     read_reply,
@@ -182,17 +181,6 @@ def test_reading_is_linear_with_anything_left_open(piece: str) -> None:
 # ---------------------------------------------------------------- calls
 
 
-def test_all_rubrics_of_an_answer_are_one_call_and_citations_stay_single() -> None:
-    citation = JudgeRequest("citation_recall", "Which crop?", "The crop is wheat.", "Wheat grows.")
-    first, second = rubrics(3), rubrics(2, text="Another answer")
-    asked = [first[0], citation, second[0], first[1], first[0], second[1], first[2]]
-    calls = plan_calls(asked, BATCHED)
-    assert [call.requests for call in calls] == [tuple(first), (citation,), tuple(second)]
-    assert [call.batched for call in calls] == [True, False, True]
-    assert [len(call.keys) for call in calls] == [3, 1, 2]
-    assert [len(call.requests) for call in plan_calls(asked, SINGLE)] == [1] * 6
-
-
 def all_keys(requests: list[JudgeRequest], config: JudgeConfig) -> dict[JudgeRequest, bytes]:
     calls = plan_calls(requests, config)
     return {r: k for call in calls for r, k in zip(call.requests, call.keys, strict=True)}
@@ -259,16 +247,6 @@ def test_schemas_are_strict_and_name_the_allowed_scores() -> None:
 def one_call(config: JudgeConfig = SINGLE, count: int = 1) -> ChatCall:
     (call,) = plan_calls(rubrics(count), config)
     return call
-
-
-def test_tokens_of_a_reply_are_counted() -> None:
-    usage = {"prompt_tokens": 120, "completion_tokens": 7}
-    assert read_reply(chat('{"score": 2}', usage=usage), one_call()) == Reply(
-        (Judgement("scored", 1.0),), tokens=(120, 7)
-    )
-    absurd = {"prompt_tokens": 2**70, "completion_tokens": True}  # more than a file can hold
-    for odd in (None, [], {"prompt_tokens": -1, "completion_tokens": "7"}, absurd):
-        assert read_reply(chat('{"score": 2}', usage=odd), one_call()).tokens == (0, 0)
 
 
 @pytest.mark.parametrize(
