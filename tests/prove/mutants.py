@@ -65,7 +65,7 @@ NEAREST: dict[str, dict[str, str]] = {
     "power": {"refiner_core/evaluation/power.py": "power", "sweeps/power.py": "sweep_power"},
     "dispatch": {
         "infra/orchestrator/reconcile.py": "reconcile",
-        "infra/jobs/dispatch.py": "campaign_rounds status cancelling processes",
+        "infra/jobs/dispatch.py": "campaign_rounds status processes",
         "infra/jobs/failures.py": "failures reconcile campaign_rounds",
         "infra/jobs/signals.py": "restart",
         "infra/slurm/scheduler.py": "slurm_dispatcher slurm_query",

@@ -50,37 +50,19 @@ def section(card: str, title: str) -> str:
 # ---------------------------------------------------------------- shipped recipes
 
 
-@pytest.mark.parametrize(
-    ("recipe", "facts"),
-    [
-        (
-            "refiner-gpt54",
-            (
-                "base_model: lihaoxin2020/qwen3-4b-refiner-gpt54-ep2",
-                "**Training step:** 50 of 200 planned",
-                "datasets/lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
-                "**Judge:** `Qwen/Qwen3.5-35B-A3B`",
-                "--refiner_reward_paper_citation_weight 0.2",
-                "introduced `--refiner_reward_instance_rubrics_only`",
-                "produced before it existed**; the value in effect was `false`",
-            ),
-        ),
-        (
-            "refiner-answer-only",
-            (
-                "lihaoxin2020/qwen3-4B-refiner-sft-step-3201",
-                "the judge sees the row's own rubrics; the score",
-                "data.refiner_mode=answer_only",
-            ),
-        ),
-    ],
-)
-def test_the_card_of_a_shipped_recipe_has_every_flag_and_source(
-    recipe: str, facts: tuple[str, ...]
-) -> None:
+def test_the_card_of_a_shipped_recipe_has_its_flags_and_sources() -> None:
     before = tuple(path for path, _ in walk(RecipeConfig) if path != LATER)
-    card = build_card(bare_facts(load_recipe(recipe), recorded_fields=before))
-    assert [fact for fact in facts if fact not in card] == []
+    card = build_card(bare_facts(load_recipe("refiner-gpt54"), recorded_fields=before))
+    for fact in (
+        "base_model: lihaoxin2020/qwen3-4b-refiner-gpt54-ep2",
+        "**Training step:** 50 of 200 planned",
+        "datasets/lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
+        "**Judge:** `Qwen/Qwen3.5-35B-A3B`",
+        "--refiner_reward_paper_citation_weight 0.2",
+        "introduced `--refiner_reward_instance_rubrics_only`",
+        "produced before it existed**; the value in effect was `false`",
+    ):
+        assert fact in card
     assert lint_card(card) == []
 
 

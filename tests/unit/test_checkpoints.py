@@ -14,6 +14,7 @@ import pytest
 
 from infra.attempt.stage_io import Heartbeat
 from infra.jobs.signals import AttemptClosed
+from infra.store import atomic
 from infra.store import atomic as room
 from infra.store.checkpoints import MARKER, CheckpointStore, step_name
 from infra.store.workspace import Workspace
@@ -59,6 +60,30 @@ def test_a_checkpoint_is_invisible_until_it_is_complete(folder: Path) -> None:
     with pytest.raises(Interrupted):
         save_and_fail(store, 2, Interrupted("stopped"))
     assert [p.name for p in folder.iterdir()] == [step_name(1)], "an error leaves nothing"
+
+
+def test_what_a_killed_attempt_left_half_written_is_swept_away(folder: Path) -> None:
+    folder.mkdir()
+    left = folder / f"{atomic.TEMPORARY}{step_name(3)}-a1"
+    left.mkdir()
+    (left / "state.bin").write_text("half")
+    store = CheckpointStore(folder, 2)
+    assert store.latest() is None
+    save(store, 4)
+    assert not left.exists()
+
+
+def test_a_deletion_that_was_cut_short_gives_its_room_back_later(folder: Path) -> None:
+    store = CheckpointStore(folder, 1)
+    save(store, 1)
+    save(store, 2)
+    (folder / step_name(1) / MARKER).unlink()  # a kill came right after this
+    save(store, 3)
+    assert sorted(p.name for p in folder.iterdir()) == [step_name(2), step_name(3)]
+    (folder / step_name(3) / MARKER).unlink()
+    with pytest.raises(ValueError, match="no"):
+        save_and_fail(store, 3, ValueError("no"))
+    assert [p.name for p in folder.iterdir()] == [step_name(2)], "before it is written again"
 
 
 # ---------------------------------------------------------------- retention

@@ -93,3 +93,16 @@ def test_other_protocols_are_refused_with_all_fields_but_where_the_data_lie(tmp_
     other = evaluated(tmp_path / "c", **dict.fromkeys(METRICS, "p2"))
     with pytest.raises(ConfigurationError, match=r"reward .sampled. was measured in two ways"):
         compare_results([a], [other], metrics=["reward"])
+
+
+def test_metrics_of_one_side_are_left_out(tmp_path: Path) -> None:
+    a = evaluated(tmp_path / "a", 0.125)
+    b = evaluated(tmp_path / "b", rubric_score=None, reward="p2")
+    assert [row["metric"] for row in compare_results([a], [b])] == ["citation_f1"]
+    reverse = evaluated(tmp_path / "c")
+    results = json.loads((reverse / "results.json").read_text())
+    results["evaluations"].reverse()
+    (reverse / "results.json").write_text(json.dumps(results))
+    assert [row["metric"] for row in compare_results([reverse], [a])] == [
+        *("citation_f1", "reward", "rubric_score")
+    ], "in the order of the first"

@@ -192,37 +192,6 @@ def test_a_user_who_insists_has_to_be_answered_again() -> None:
 # Rules ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("domain", "family", "count", "told"),
-    [
-        ("bookings", "not_owner", 2, "the name is wrong"),
-        ("bookings", "cancel_fee", 2, "tell the fee and ask first"),
-        ("bookings", "cancel_fixed", 2, "it is fixed"),
-        ("bookings", "reserve_other_day", 2, "ask for the day first"),
-        ("orders", "not_owner", 2, "the name is wrong"),
-        ("orders", "refund", 2, "tell the refund and ask first"),
-        ("orders", "refund_sent", 2, "it is sent"),
-        ("orders", "exchange_none", 4, "there is none"),
-        ("devices", "broken", 2, "ask to restart first"),
-        ("devices", "blocked", 2, "it is blocked"),
-    ],
-)
-def test_a_tempting_call_breaks_a_rule_changes_nothing_and_fails_the_episode(
-    domain: str, family: str, count: int, told: str
-) -> None:
-    task = of_family(domain, family)
-    calls = solution(task)
-    calls.insert(count, ToolCall(*task.data["tempting"]))
-    episode, steps = played(task, calls)
-    assert steps[count].tool_error == "rule_broken"
-    assert json.loads(steps[count].messages[0].content) == {"error": f"not allowed, {told}"}
-    outcome = episode.outcome()
-    assert all(check.passed for check in outcome.checks), "the tool did not do it"
-    assert (outcome.reward, outcome.failure) == (0.0, "rule_broken")
-    assert outcome.components["rules"] == 0.0
-    assert outcome.info["rules_broken"] == [f"not allowed, {told}"]
-
-
 # What it is worth -------------------------------------------------------------------------------
 
 

@@ -213,6 +213,18 @@ def test_exports_wait_for_reads(workspace: Workspace, exported: Exported, unfini
     assert not weights_go(workspace)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_publications_protect_input(workspace: Workspace, exported: Exported, known: bool) -> None:
+    config = exported.plan.config
+    config = replace(config, only=("evaluate-grpo-step2",))
+    config = replace(config, evaluate=replace(config.evaluate, num_samples=9))
+    run = run_record(workspace, make_plan(config, SOURCES))
+    assert weights_go(workspace)
+    provenance = {"sources": SOURCES} if known else {}
+    workspace.write_run(replace(run, config=to_json(config), provenance=provenance))
+    assert not weights_go(workspace), "the export is no stage of that call, but its input"
+
+
 @pytest.mark.parametrize("who", ["pin", "run", "attempt", "unreadable run"])
 def test_late_readers_are_respected(workspace: Workspace, exported: Exported, who: str) -> None:
     disk_manager = DiskManager(workspace, DiskConfig())

@@ -19,6 +19,7 @@ from infra.disk.manager import (
     DiskManager,
     DiskWatch,
     Reservations,
+    gib,
 )
 from infra.disk.usage import find_caches, measure, size_of
 from infra.jobs.dispatcher import AttemptRef
@@ -179,6 +180,35 @@ def test_two_saves_that_do_not_fit_together_never_run_together(workspace: Worksp
     for thread in threads:
         thread.join()
     assert (len(ended), most[0]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(3 << 39, "1.5 TiB"), (3 << 30, "3.0 GiB"), (12 << 20, "12.0 MiB"), (5 << 10, "5 KiB")],
+)
+def test_a_size_has_a_unit_that_fits(size: int, text: str) -> None:
+    assert gib(size) == text
+
+
+def test_a_probe_counts_two_seconds(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    disk_manager = DiskManager(workspace, DiskConfig(), clock=lambda: clock[0])
+    written: list[int] = []
+    monkeypatch.setattr("infra.disk.manager.refusal", lambda _, size: written.append(size))
+
+    def asked(need: int, **how: bool) -> bool:
+        written.clear()
+        assert disk_manager.shortage(need, **how) == 0
+        return bool(written)
+
+    assert asked(KIB * 512)
+    assert not asked(KIB * 512)
+    assert asked(MIB), "less went through"
+    clock[0] += 1.9
+    assert not asked(MIB)
+    assert asked(MIB, fresh=True)
+    clock[0] += 2.0
+    assert asked(MIB)
 
 
 # ---------------------------------------------------------------- reclaiming

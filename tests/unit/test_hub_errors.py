@@ -1,20 +1,28 @@
-"""Errors of the Hub: their classes, and no credential in a message."""
+"""Errors of the Hub: waits, classes, masked credentials; bytes that are sent to it."""
 
 from __future__ import annotations
+
+import hashlib
+from pathlib import Path
 
 import httpx2
 import pytest
 from huggingface_hub import errors as theirs
 
 from infra.host.secrets import masked
+from infra.hub import client
+from infra.hub.client import operations
 from infra.hub.errors import (
     RevisionConflict,
+    TimeBudget,
     in_our_words,
     refused,
     rejection,
     translated,
 )
+from infra.publishing import FileToPublish
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused
+from refiner_core.contract.types import Progress
 
 
 @pytest.mark.parametrize(
@@ -78,18 +86,6 @@ def test_client_errors_are_translated(error: Exception, kind: type[Exception], s
     assert says in str(caught.value)
 
 
-def following(error: Exception) -> Exception:
-    """Another error that was caused by it."""
-    found = RuntimeError("upload failed")
-    found.__cause__ = error
-    return found
-
-
-@pytest.mark.parametrize("cause", [answer(503), httpx2.ReadTimeout("slow"), XetError("cut")])
-def test_the_cause_of_an_error_decides(cause: Exception) -> None:
-    assert isinstance(translated(following(cause), "sending files", "lab/model"), HubOutage)
-
-
 def test_other_errors_pass_through() -> None:
     first, second = KeyError("a bug"), ValueError("another")
     first.__context__, second.__context__ = second, first  # a chain that bites its own tail
@@ -119,3 +115,78 @@ def test_no_credential_gets_into_a_message(text: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_TOKEN", "own-S3CRETS3CRET")
     assert "S3CRET" not in masked(text)
     assert "S3CRET" not in str(refused(400, text, "sending files", "me/model"))
+
+
+class Time:
+    """A clock that moves by sleeping."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def patience(self, limit_s: float) -> TimeBudget:
+        return TimeBudget(
+            limit_s, never, clock=lambda: self.now, sleep=self.sleep, draw=lambda: 0.5
+        )
+
+
+def test_waits_grow_up_to_a_limit_and_end_with_patience() -> None:
+    time = Time()
+    patience = time.patience(300)
+    waits = []
+    for failures in range(1, 100):
+        before = time.now
+        if not patience.wait(failures, None, before):
+            break
+        waits.append(round(time.now - before, 6))
+    assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 8]
+    assert patience.borne_s == time.now == 271.75
+
+
+def following(error: Exception) -> Exception:
+    """Another error that was caused by it."""
+    found = RuntimeError("upload failed")
+    found.__cause__ = error
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "statuses"),
+    [
+        ("PUT", "/put/1f2e", {400, 403, 404, 409, 422}),
+        ("POST", "/lab/model.git/info/lfs/objects/verify", {400, 404, 409, 422}),
+        ("POST", "/lab/model.git/info/lfs/objects/batch", set()),
+        ("POST", "/api/models/lab/model/commit/main", set()),
+    ],
+)
+def test_only_storage_refusals_are_retried(method: str, path: str, statuses: set[int]) -> None:
+    for status in (*range(400, 424), 429, 500, 503):
+        said = rejection(following(answer(status, method, path)))
+        assert said == ("the Hub's" if status in statuses else None)
+
+
+def stored(folder: Path, data: bytes, name: str = "model.safetensors") -> FileToPublish:
+    (folder / name).write_bytes(data)
+    return FileToPublish(name, len(data), hashlib.sha256(data).hexdigest(), folder / name)
+
+
+def never() -> bool:
+    return False
+
+
+def test_only_sent_bytes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "READ_BYTES", 8)
+    monkeypatch.setattr(client, "_TELL_BYTES", 10)
+    told: list[Progress] = []
+    files = [stored(tmp_path, b"w" * 25), FileToPublish.of_text("README.md", "card")]
+    large, small = operations(files, [], told.append, never, trusted=True)
+    with large.as_file() as plain:
+        assert plain.read() == b"w" * 25
+    assert not told, "it was hashed, say, and not sent"
+    with large.as_file(with_tqdm=True) as file:
+        assert (file.read(10), file.read(5), file.read()) == (b"w" * 10, b"w" * 5, b"w" * 10)
+    with small.as_file(with_tqdm=True) as file:
+        assert file.read() == b"card"
+    assert [(p.done, p.values["sent_bytes"]) for p in told] == [(0, 10), (0, 25), (1, 25), (2, 25)]

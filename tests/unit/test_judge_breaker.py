@@ -113,6 +113,15 @@ def test_the_least_busy_server_is_asked_and_a_dead_one_returns_with_one_call() -
     assert not servers.up
 
 
+def test_a_key_that_expires_is_noticed() -> None:
+    servers = fleet(1, threshold=3)
+    (server,) = servers.servers
+    servers.answered(server)
+    own = [servers.turned_down(server, call, 401) for call in "abcd"]
+    assert own == [True, True, True, False]
+    assert servers.all_refuse() is server
+
+
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_fault_of_every_call_is_a_fault_of_the_configuration(status: int) -> None:
     servers = fleet(1, threshold=3)
