@@ -38,7 +38,7 @@ def task_of(number: int, *, goal: int = 2, **data: Any) -> Task:
 
 
 class CountingEpisode:
-    """What a task's data may say: ``sleep`` (seconds per step) and ``sleep_reset``, ``hang`` (a
+    """What a task's data may say: ``sleep`` (seconds per step), ``hang`` (a
     step that waits for the environment's ``release``), ``down`` (the step at which the user is
     gone; 0 is the reset), ``bug`` (the same for an exception; with ``after_one`` not before another
     episode has ended), ``words`` (length of a result)."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save as safetensors
 
 from infra.disk.garbage_collection import ReclaimOrder
 from infra.disk.manager import DiskManager
@@ -29,6 +31,12 @@ def save(workspace: Workspace, stage_id: str, *steps: int, size: int = MIB) -> N
     for step in steps:
         with store.new(step) as folder:
             (folder / "state.bin").write_bytes(os.urandom(size))
+
+
+def steps_of(workspace: Workspace, stage_id: str) -> list[int]:
+    """Steps of the complete checkpoints."""
+    store = CheckpointStore(workspace.layout.stage(stage_id).checkpoints, 0)
+    return [c.step for c in store.complete()]
 
 
 def finish(
@@ -87,10 +95,8 @@ def foreign_checkpoint(work: Path, step: int, mib: int = 3, *, saved: bool = Tru
     """As Hugging Face's Trainer leaves one; not ``saved``: it has died after the weights."""
     path, size = work / f"checkpoint-{step}", mib * MIB
     path.mkdir(parents=True)
-    header = {"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
-    text = json.dumps(header).encode()
-    weights = struct.pack("<Q", len(text)) + text + os.urandom(size)
-    (path / "model.safetensors").write_bytes(weights)
+    weights = {"w": np.frombuffer(os.urandom(size), np.uint8)}
+    (path / "model.safetensors").write_bytes(safetensors(weights))
     if saved:
         (path / "optimizer.pt").write_bytes(b"\x80\x02" + os.urandom(2 * size))
         (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))

@@ -141,14 +141,8 @@ def _episodes(task: int) -> list[dict[str, Any]]:
     def turn(
         call: dict[str, Any] | None, *messages: tuple[str, str], **more: Any
     ) -> dict[str, Any]:
-        status = "ok" if call else "no_call"
-        return {
-            "text": "<tool_call>…",
-            "status": status,
-            "call": call,
-            "messages": messages,
-            **more,
-        }
+        known = {"text": "<tool_call>…", "status": "ok" if call else "no_call", "call": call}
+        return {**known, "messages": messages, **more}
 
     ask = {"name": "respond", "arguments": {"content": "which order is it?"}}
     look = {"name": "get_order", "arguments": {"order": f"S_{task}", "fields": ["state", "lamp"]}}
@@ -157,13 +151,8 @@ def _episodes(task: int) -> list[dict[str, Any]]:
     said = ("user", f"order S_{task}, bought in march. {RTL}")
     state = ("tool", '{"state": "delivered", "lamp": "green"}' + " long" * 900)
     passed = {"kind": "environment", "name": "the lamp is exchanged", "passed": True, "detail": ""}
-    missing = {
-        **passed,
-        "kind": "communicate",
-        "name": "the fee was told",
-        "passed": False,
-        "detail": "said was: none",
-    }
+    told = {"kind": "communicate", "name": "the fee was told", "detail": "said was: none"}
+    missing = {**passed, **told, "passed": False}
     common = {"status": "finished", "ended": "done", "first_messages": first}
     return [
         {
@@ -196,19 +185,9 @@ def nothing_done_report() -> SweepReport:
     """A sweep that has just begun."""
     made = full_report()
     trials = tuple(trial_row(t["arm"], t["seed"], "", "waiting") for t in made.trials)
-    return replace(
-        made,
-        state="running",
-        trials=trials,
-        comparisons=(),
-        curves=(),
-        matrix=(),
-        rubrics=(),
-        flips=(),
-        side_by_side=(),
-        incidents=(),
-        warnings=(),
-    )
+    parts = ("comparisons", "curves", "matrix", "rubrics", "flips", "side_by_side", "incidents")
+    nothing: dict[str, Any] = dict.fromkeys((*parts, "warnings"), ())
+    return replace(made, state="running", trials=trials, **nothing)
 
 
 def running_report() -> SweepReport:
@@ -241,6 +220,7 @@ class _Made:
         self.random = random.Random(5)
         self.effect = {arm: 0.012 * i * (-1) ** i for i, arm in enumerate(self.arms)}
         self.failed = self.arms[4] if len(self.arms) > 4 else ""
+        self.done = [arm for arm in self.arms if arm != self.failed]
         self.missing = (self.arms[2], 3) if len(self.arms) > 2 else ("", 0)
 
     def report(self) -> SweepReport:
@@ -248,10 +228,10 @@ class _Made:
             arm: dict(zip(("rubrics", "citation"), arm.rsplit("-", 1), strict=False))
             for arm in self.arms
         }
-        factors: dict[str, tuple[str, ...]] = {}
-        for found in levels.values():
-            for factor, label in found.items():
-                factors[factor] = tuple(dict.fromkeys((*factors.get(factor, ()), label)))
+        factors = {
+            factor: tuple(dict.fromkeys(one[factor] for one in levels.values() if factor in one))
+            for factor in max(levels.values(), key=len)
+        }
         return SweepReport(
             version=REPORT_VERSION,
             sweep="rubrics-x-citations",
@@ -373,9 +353,7 @@ class _Made:
         found = []
         steps = tuple(range(1, 101))
         for metric in ("scores", "objective/kl3_avg", "val/sequence_lengths"):
-            for arm in self.arms:
-                if arm == self.failed:
-                    continue
+            for arm in self.done:
                 by_seed = {
                     str(seed): tuple(
                         None
@@ -398,11 +376,10 @@ class _Made:
         return tuple(found)
 
     def matrix(self) -> tuple[Row, ...]:
-        done = [arm for arm in self.arms if arm != self.failed]
-        ranked = sorted(done, key=lambda arm: -self.effect[arm])
+        ranked = sorted(self.done, key=lambda arm: -self.effect[arm])
         cells = tuple(
             cell(arm, 0.6 + self.effect[arm], 0.5, 0.7, ranked.index(arm) + 1)
-            if arm in done
+            if arm in self.done
             else cell(arm, *(None,) * 4)
             for arm in self.arms
         )
@@ -413,7 +390,7 @@ class _Made:
         )
 
     def rubrics(self) -> tuple[Row, ...]:
-        values = {arm: 0.5 + self.effect[arm] for arm in self.arms if arm != self.failed}
+        values = {arm: 0.5 + self.effect[arm] for arm in self.done}
         shifts = {
             arm: (v - 0.5, v - 0.55, v - 0.45) for arm, v in values.items() if arm != self.arms[0]
         }
@@ -425,8 +402,7 @@ class _Made:
     def flips(self) -> tuple[Row, ...]:
         return tuple(
             flip(arm, f"p{i:03d}", _QUESTIONS[i % 4], 0.2 + i / 10, 0.9 - i / 10, 3 - i % 2, 3)
-            for arm in self.arms[1:]
-            if arm != self.failed
+            for arm in self.done[1:]
             for i in range(3)
         )
 
@@ -437,12 +413,7 @@ class _Made:
                 question,
                 f"<snippet id=S_a{i}>Nabsuf: terraces carry barley.</snippet>\n"
                 f"<snippet id=S_b{i}>Velmora: a harbour town.</snippet>\n\n{question}",
-                tuple(
-                    self.answer(arm, seed, i)
-                    for arm in self.arms
-                    if arm != self.failed
-                    for seed in self.seeds
-                ),
+                tuple(self.answer(arm, seed, i) for arm in self.done for seed in self.seeds),
             )
             for i, question in enumerate(_QUESTIONS)
         )

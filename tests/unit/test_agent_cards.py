@@ -114,16 +114,6 @@ def test_a_card_claims_no_more_of_held_out_tasks_than_rows_tell() -> None:
     assert "best attempts (rejection fine-tuning)" in build_card(facts_of(stage="rft"))
 
 
-def test_failures_are_counts_in_a_table_of_their_own(facts: CardFacts) -> None:
-    found = [t for t in result_tables(facts) if t["title"].startswith("Why attempts fail")]
-    table = next(t for t in found if "sampled" in t["title"])
-    rows = {row[0]: [unmarked(c) for c in row[1:]] for row in table["rows"]}
-    assert rows["attempts"] == ["16", "4", "16"]
-    assert rows["ended by an error of the infrastructure, counted as none"] == ["0", "0", "2"]
-    own = [int(cells[2]) for label, cells in rows.items() if label != "attempts"]
-    assert sum(own) == 16
-
-
 def test_a_card_of_an_agent_is_fit_to_be_published(facts: CardFacts) -> None:
     evidence = evidence_text(facts, ())
     card = build_card(facts)

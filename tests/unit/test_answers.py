@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -186,17 +185,12 @@ def test_every_text_has_a_result_and_no_text_is_lost(text: str) -> None:
 
 HOSTILE = (
     "<snippet id=a>",
-    "<snippet id=a>x</snippet>",
     "<snippet ",
     '<snippet id="a',
-    "</snippet",
     "<answer>",
-    "</answer>",
     "<tool_output>",
     "<webpage id=a>x",
     "<",
-    "x=1 ",
-    " ",
     "id=a,",
     '"',
 )
@@ -224,19 +218,6 @@ def test_hostile_text_is_read_in_linear_time(unit: str) -> None:
         if long < 8 * short + 0.01:
             return
     pytest.fail(f"{long / short:.1f} times as long for 4 times the text")
-
-
-def test_long_lists_of_ids_share_the_memory_of_their_text() -> None:
-    """1,000 ids on each of 100 elements: copies of each text per id would take 100 MB."""
-    ids = ",".join(f"i{n}" for n in range(1000))
-    prompt = tool_output(*[f"<snippet id={ids}>{'x' * 1000}</snippet>"] * 100)
-    tracemalloc.start()
-    evidence = parse_evidence(prompt)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 20e6
-    assert len(evidence.texts) == 1000
-    assert evidence.texts["i7"] == "\n".join(["x" * 1000] * 100)
 
 
 @pytest.mark.parametrize("path", [SFT_ROWS, RL_ROWS], ids=["sft", "rl"])

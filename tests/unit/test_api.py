@@ -89,9 +89,3 @@ def test_importing_the_api_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'run_recipes'"):
-        api.run_recipes  # noqa: B018
-    assert "run_recipe" in dir(api)

@@ -50,56 +50,24 @@ def section(card: str, title: str) -> str:
 # ---------------------------------------------------------------- shipped recipes
 
 
-@pytest.mark.parametrize(
-    ("recipe", "facts"),
-    [
-        (
-            "refiner-gpt54",
-            (
-                "base_model: lihaoxin2020/qwen3-4b-refiner-gpt54-ep2",
-                "**Training step:** 50 of 200 planned",
-                "**step-50 intermediate** checkpoint",
-                "datasets/lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
-                "the static set `v3`",
-                "**Judge:** `Qwen/Qwen3.5-35B-A3B`",
-                "**Rollouts:** 32 unique prompts × 8 samples per prompt",
-                "--verification_reward 10.0",
-                "--refiner_reward_paper_citation_weight 0.2",
-                "--kl_estimator kl3 --beta 0.001",
-                "--learning_rate 5e-6 --lr_scheduler_type constant",
-                "--max_prompt_token_length 6144 --response_length 1024",
-                "--temperature 1.0 --seed 42",
-                "introduced `--refiner_reward_instance_rubrics_only`",
-                "produced before it existed**; the value in effect was `false`",
-            ),
-        ),
-        (
-            "refiner-answer-only",
-            (
-                "lihaoxin2020/qwen3-4B-refiner-sft-step-3201",
-                "the judge sees the row's own rubrics; the score",
-                "data.refiner_mode=answer_only",
-            ),
-        ),
-    ],
-)
-def test_the_card_of_a_shipped_recipe_has_every_flag_and_source(
-    recipe: str, facts: tuple[str, ...]
-) -> None:
+def test_the_card_of_a_shipped_recipe_has_its_flags_and_sources() -> None:
     before = tuple(path for path, _ in walk(RecipeConfig) if path != LATER)
-    card = build_card(bare_facts(load_recipe(recipe), recorded_fields=before))
-    assert [fact for fact in facts if fact not in card] == []
+    card = build_card(bare_facts(load_recipe("refiner-gpt54"), recorded_fields=before))
+    for fact in (
+        "base_model: lihaoxin2020/qwen3-4b-refiner-gpt54-ep2",
+        "**Training step:** 50 of 200 planned",
+        "datasets/lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
+        "**Judge:** `Qwen/Qwen3.5-35B-A3B`",
+        "--refiner_reward_paper_citation_weight 0.2",
+        "introduced `--refiner_reward_instance_rubrics_only`",
+        "produced before it existed**; the value in effect was `false`",
+    ):
+        assert fact in card
     assert lint_card(card) == []
 
 
 def notes(facts: CardFacts) -> str:
     return " ".join(section(build_card(facts), "Known notes").split())
-
-
-def test_the_successor_run_has_no_static_rubrics() -> None:
-    card = build_card(bare_facts(load_recipe("refiner-instance-only")))
-    assert "--refiner_reward_instance_rubrics_only true" in card
-    assert "static set" not in card
 
 
 # ---------------------------------------------------------------- claims that follow the recipe
@@ -221,14 +189,6 @@ def test_the_preferred_step_has_the_best_number_of_one_protocol() -> None:
 # ---------------------------------------------------------------- course and cost
 
 
-def test_the_course_of_training_is_at_most_ten_lines_with_both_ends() -> None:
-    curve = section(build_card(full_facts()), "Training curve")
-    rows = [line for line in curve.splitlines() if line.startswith("|")][2:]
-    assert len(rows) == 10
-    assert rows[0] == "| 4 | 2.143 | 0.0007692 | 396.7 | 0.5323 |"
-    assert rows[-1].startswith("| 48 | 3.714 |")
-
-
 @pytest.mark.parametrize("points", [[], [[1, 2.0]], [[1, float("nan")]], [[1, 3.0], [2, 3.0]]])
 def test_short_flat_and_broken_curves_are_accepted(points: list[Any]) -> None:
     known = reports()
@@ -347,11 +307,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "changes",
     [
         {},
-        {"revision": "main"},
         {"config": replace_fields(CONFIG, {"grpo.stop_strings": ["</answer>"]})},
-        {"config": replace_fields(CONFIG, {"data.refiner_mode": "with_reasoning"})},
     ],
-    ids=["step of a shared repository", "own repository", "stop strings", "other mode"],
+    ids=["step of a shared repository", "stop strings"],
 )
 def test_the_usage_section_runs_as_a_reader_would_run_it(
     changes: dict[str, Any], exported: Path

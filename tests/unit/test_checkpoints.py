@@ -73,6 +73,19 @@ def test_what_a_killed_attempt_left_half_written_is_swept_away(folder: Path) -> 
     assert not left.exists()
 
 
+def test_a_deletion_that_was_cut_short_gives_its_room_back_later(folder: Path) -> None:
+    store = CheckpointStore(folder, 1)
+    save(store, 1)
+    save(store, 2)
+    (folder / step_name(1) / MARKER).unlink()  # a kill came right after this
+    save(store, 3)
+    assert sorted(p.name for p in folder.iterdir()) == [step_name(2), step_name(3)]
+    (folder / step_name(3) / MARKER).unlink()
+    with pytest.raises(ValueError, match="no"):
+        save_and_fail(store, 3, ValueError("no"))
+    assert [p.name for p in folder.iterdir()] == [step_name(2)], "before it is written again"
+
+
 # ---------------------------------------------------------------- retention
 
 
@@ -178,20 +191,6 @@ def test_a_write_error_with_room_on_the_disk_stays_what_it_is(folder: Path) -> N
         raise error
 
 
-@pytest.mark.parametrize("call", ["fsync", "open"])
-def test_a_marker_may_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    store = CheckpointStore(folder, 1)
-    save(store, 1)
-    store = CheckpointStore(folder, 1, before_commit=lambda: monkeypatch.setattr(os, call, full))
-    with pytest.raises(NoSpaceError):
-        save(store, 2)
-    monkeypatch.undo()
-    store = CheckpointStore(folder, 1)
-    assert steps(store) == [1]
-    save(store, 2)
-    assert steps(store) == [1, 2]
-
-
 def test_a_checkpoint_is_synced_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a power cut would leave one that looks complete and is empty."""
     synced, sync = set[int](), os.fsync
@@ -248,19 +247,6 @@ def test_the_longest_save_is_known(tmp_path: Path) -> None:
     heartbeat.stop()
     shutil.rmtree(store.folder)
     assert workspace.longest_save_s(stage.id) >= 0.05, "known from the heartbeat"
-
-
-def test_a_deletion_that_was_cut_short_gives_its_room_back_later(folder: Path) -> None:
-    store = CheckpointStore(folder, 1)
-    save(store, 1)
-    save(store, 2)
-    (folder / step_name(1) / MARKER).unlink()  # a kill came right after this
-    save(store, 3)
-    assert sorted(p.name for p in folder.iterdir()) == [step_name(2), step_name(3)]
-    (folder / step_name(3) / MARKER).unlink()
-    with pytest.raises(ValueError, match="no"):
-        save_and_fail(store, 3, ValueError("no"))
-    assert [p.name for p in folder.iterdir()] == [step_name(2)], "before it is written again"
 
 
 def test_an_older_attempt_leaves_alone_what_a_newer_one_is_writing(folder: Path) -> None:

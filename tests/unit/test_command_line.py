@@ -18,11 +18,6 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.sections.publish import LICENSES
-from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
-from refiner_core.evaluation.episodes import _numbers
-from refiner_core.evaluation.metrics import main_metrics
 from tests.support.command import command, environment
 
 
@@ -120,28 +115,6 @@ def test_ctrl_c_during_imports_shows_no_traceback(empty_folder: Path) -> None:
     _, said = process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT
     assert said == b""
-
-
-def test_known_metrics_and_licences_pass() -> None:
-    for typed in (
-        "publish.which=best publish.best_metric=oracle publish.license=other",
-        "publish.license=cc-by-4.0",
-    ):
-        assert main(["plan", "tiny", *typed.split()]) == 0
-    tools = "publish.which=best publish.best_metric=pass@1/orders"
-    assert main(["plan", "tiny-tools", *tools.split()]) == 0
-    assert RecipeConfig().publish.license in LICENSES
-
-
-def test_repairs_are_counted_and_single_attempts_shown_once() -> None:
-    assert main_metrics(("pass@1_first", "pass@1", "pass^1", "partial")) == ["pass@1", "partial"]
-    turns = (
-        TurnRecord("call", "ok", 0, 1, repaired="no call"),
-        TurnRecord("no call", "no_call", 1, 2, retried="none either"),
-        TurnRecord("call", "ok", 2, 3),
-    )
-    episode = EpisodeRecord("task", "orders", 1, "finished", "done", (), turns, 1.0, 1.0)
-    assert _numbers(episode, "", 3)["repairs"] == 2.0
 
 
 # ---------------------------------------------------------------- output, streams and signals

@@ -83,6 +83,18 @@ def test_seeds_are_paired_in_order_and_means_are_over_them(tmp_path: Path) -> No
         compare_results([], [])
 
 
+def test_other_protocols_are_refused_with_all_fields_but_where_the_data_lie(tmp_path: Path) -> None:
+    a, same = evaluated(tmp_path / "a"), evaluated(tmp_path / "same")
+    b = evaluated(tmp_path / "b", citation_f1="p2")
+    with pytest.raises(ConfigurationError) as caught:
+        compare_results([a, a], [same, b])
+    assert caught.value.what.endswith("differ in sampling.data, sampling.temperature")
+    assert str(b) in caught.value.what
+    other = evaluated(tmp_path / "c", **dict.fromkeys(METRICS, "p2"))
+    with pytest.raises(ConfigurationError, match=r"reward .sampled. was measured in two ways"):
+        compare_results([a], [other], metrics=["reward"])
+
+
 def test_metrics_of_one_side_are_left_out(tmp_path: Path) -> None:
     a = evaluated(tmp_path / "a", 0.125)
     b = evaluated(tmp_path / "b", rubric_score=None, reward="p2")
@@ -94,15 +106,3 @@ def test_metrics_of_one_side_are_left_out(tmp_path: Path) -> None:
     assert [row["metric"] for row in compare_results([reverse], [a])] == [
         *("citation_f1", "reward", "rubric_score")
     ], "in the order of the first"
-
-
-def test_other_protocols_are_refused_with_all_fields_but_where_the_data_lie(tmp_path: Path) -> None:
-    a, same = evaluated(tmp_path / "a"), evaluated(tmp_path / "same")
-    b = evaluated(tmp_path / "b", citation_f1="p2")
-    with pytest.raises(ConfigurationError) as caught:
-        compare_results([a, a], [same, b])
-    assert caught.value.what.endswith("differ in sampling.data, sampling.temperature")
-    assert str(b) in caught.value.what
-    other = evaluated(tmp_path / "c", **dict.fromkeys(METRICS, "p2"))
-    with pytest.raises(ConfigurationError, match=r"reward .sampled. was measured in two ways"):
-        compare_results([a], [other], metrics=["reward"])

@@ -105,21 +105,6 @@ def test_a_baseline_that_failed_leaves_nothing_to_compare_with() -> None:
     assert any("Nothing answers" in w for w in report.warnings)
 
 
-def test_other_prompts_are_refused_with_the_odd_ones_named() -> None:
-    made = MadeSweep(("base", "new", "third"))
-    for seed in made.seeds:
-        made.add("base", seed, {"rubric_score": drawn()})
-        made.add("third", seed, {"rubric_score": drawn()})
-        names = prompt_names(PROMPTS + 1)[1:]
-        made.add("new", seed, {"rubric_score": drawn(0.4)}, prompts=names)
-    report = make_report(made.evidence())
-    found = number(report, "new")
-    assert (found.verdict, found.difference, found.p) == ("not comparable", None, None)
-    assert "2 on one side only (such as 'p0000', only with base)" in found.note
-    third = number(report, "third")
-    assert third.p_adjusted == third.p  # what was refused is no comparison
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -134,31 +119,6 @@ def test_other_prompts_in_one_seed_refuse_its_arm(other: dict[str, Any]) -> None
         made.add("base", seed, {"rubric_score": drawn()})
         made.add("new", seed, {"rubric_score": drawn(0.4)}, **(other if seed == 2 else {}))
     assert number(make_report(made.evidence()), "new").verdict == "not comparable"
-
-
-def test_a_protocol_without_stages_of_its_own_is_answered_by_the_one_that_measures_alike() -> None:
-    asked = {"metric": "rubric_score", "protocol": "mine"}
-    for question, answered in ((asked, False), ({**asked, "measured_as": ""}, True)):
-        made = MadeSweep(("base", "new"), question=question)
-        for seed in made.seeds:
-            made.add("base", seed, {"rubric_score": drawn()})
-            made.add("new", seed, {"rubric_score": drawn(0.4)})
-        report = make_report(made.evidence())
-        assert any(c.primary for c in report.comparisons) is answered
-
-
-def test_an_own_evaluation_does_not_replace_one_under_a_protocol_file() -> None:
-    """An arm may measure itself just as the file does, on fewer prompts: both are there."""
-    few, file = drawn(prompts=10), {**PROTOCOL, "file": "held-out"}
-    made = MadeSweep(("base", "new"), question={"protocol": "held-out"})
-    for seed in made.seeds:
-        made.add("base", seed, {"rubric_score": few}, content="few")
-        for arm in ("base", "new"):
-            under = {"protocol": file, "protocol_file": "held-out"}
-            made.add(arm, seed, {"rubric_score": drawn()}, **under)
-    report = make_report(made.evidence())
-    assert [n.verdict for n in report.primary.numbers] == [None, "not clear"]
-    assert {n.n for n in report.primary.numbers} == {PROMPTS}
 
 
 def test_another_judge_is_another_comparison_and_a_common_protocol_answers() -> None:

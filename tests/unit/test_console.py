@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from flows.running.console import Console
-from flows.sweeping.admission import TrialVerdict
 from refiner_core.contract.types import Progress, StageView
 
 SFT = StageView("sft", "sft", "f" * 12, "waiting")
@@ -86,41 +85,6 @@ def test_the_summary_names_logs_and_the_next_commands() -> None:
         "refiner logs sft 'workspace=/w space'",
         "refiner run tiny 'workspace=/w space'",
         "refiner status 'workspace=/w space'",
-    ]
-
-
-def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    console = Console(stream=stream, clock=Clock())
-    console.show({"sft": at(40, loss=1.25)})
-    console.note("Prefect: http://127.0.0.1:1")
-    console.finish({"sft": replace(at(80), state="done")})
-    text = stream.getvalue()
-    assert "step 40/80" in text
-    assert "loss 1.25" in text
-    assert "Prefect: http://127.0.0.1:1" in text
-    assert "1 done in" in text
-
-
-def test_a_sweep_shows_changes_of_trials_and_the_stages_at_work() -> None:
-    stream, clock, trials = io.StringIO(), Clock(), dict[str, TrialVerdict]()
-    console = Console(stream=stream, clock=clock, trials=lambda: trials)
-    views = {"a/sft": replace(at(3), name="a/sft"), "a/data": replace(SFT, name="a/data")}
-    for a, b in (("waiting", "waiting"), ("running", "held"), ("failed", "held")):
-        trials["a"] = TrialVerdict(a, "loss is NaN" if a == "failed" else "", run="run-a")
-        trials["b"] = TrialVerdict(b, "a limit" if b == "held" else "", run="run-b")
-        console.show(views)
-        clock.now += 60.0
-    console.finish({})
-    assert stream.getvalue().splitlines() == [
-        "a: running (run run-a)",
-        "2 trials: 1 running, 1 held",
-        "  a/sft: running step 3/80",
-        "a: failed: loss is NaN",
-        "2 trials: 1 held, 1 failed",
-        "  a/sft: running step 3/80",
-        "2 trials: 1 held, 1 failed in 3 min",
     ]
 
 

@@ -293,17 +293,6 @@ def test_hub_sources_are_fetched_first_and_change_no_fingerprint() -> None:
     assert all("fetch" not in s.inputs for s in others)
 
 
-def test_an_unknown_stage_is_answered_with_those_there_are() -> None:
-    plan = make_plan(RecipeConfig(), {})
-    assert [s.name for s in plan.find("evaluate")] == [
-        "evaluate-base",
-        "evaluate-sft",
-        "evaluate-grpo",
-    ]
-    with pytest.raises(ConfigurationError, match=r"one of: data, sft, grpo"):
-        plan.find("rlhf")
-
-
 def test_seeds_depend_on_what_is_sampled_only() -> None:
     assert derive_seed(1, "rollout", 2, 3, 4) == derive_seed(1, "rollout", 2, 3, 4)
     seeds = {derive_seed(1, "rollout", s, p, k) for s in range(9) for p in range(9) for k in "ab"}

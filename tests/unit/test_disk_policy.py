@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from infra.disk.garbage_collection import Candidate, ReclaimOrder, plan_reclaim
 from infra.disk.inventory import Inventory, PublishedCopy, StageFacts, Weights
@@ -146,65 +145,34 @@ def test_another_trainer_s_folder_goes_only_with_its_result() -> None:
     assert names(plan_reclaim(stock(work, command_1=done), None)) == ["work"]
 
 
-# ---------------------------------------------------------------- any stock at all
-
-facts = st.builds(
-    StageFacts,
-    kind=st.sampled_from(["sft", "grpo", "command"]),
-    done=st.booleans(),
-    pinned=st.booleans(),
-    dead=st.frozensets(st.integers(1, 3)),
-    open=st.booleans(),
-    kept_attempt=st.integers(0, 3),
-    leased=st.booleans(),
-    needed_by=st.sampled_from(["", "grpo of a run"]),
-    weights=st.none()
-    | st.builds(
-        Weights,
-        folder=st.just(Path("/ws/sft/output")),
-        files=st.just((FILE,)),
-        gain=st.integers(0, 5),
-        copy=st.none() | st.just(COPY),
-    ),
-)
-STAGES = ("sft-1", "grpo-1")
-items = st.lists(
-    st.builds(checkpoint, st.sampled_from(STAGES), st.integers(1, 2000))
-    | st.builds(
-        lambda kind, stage, name, attempt: item(kind, stage, f"{kind}-{name}", attempt),
-        st.sampled_from(["outputs", "temporary", "rollouts", "logs", "records"]),
-        st.sampled_from(STAGES),
-        st.sampled_from(["a", "b", "c"]),
-        st.integers(0, 3),
-    ),
-    max_size=12,
-    unique_by=lambda i: i.path,
-)
+# ---------------------------------------------------------------- any stage at all
 
 
-@given(st.data(), items, st.fixed_dictionaries(dict.fromkeys(STAGES, facts)), st.integers(0, 20))
-def test_whatever_lies_there_the_protected_stays(
-    data: st.DataObject, found: list[DiskItem], stages: dict[str, StageFacts], need: int
-) -> None:
-    checkpoints = [i for i in found if i.step is not None]
-    complete = frozenset(i.path for i in checkpoints if data.draw(st.booleans()))
-    wanted = data.draw(st.sampled_from([None, need * MIB]))
-    chosen = plan_reclaim(Inventory(tuple(found), stages, complete), wanted)
-    gone = {c.path for c in chosen if c.weights is None}
-    for stage_id, about in stages.items():
-        own = [c for c in chosen if c.stage_id == stage_id]
-        steps = [i.step or 0 for i in checkpoints if i.stage_id == stage_id and i.path in complete]
-        if steps and not about.done:
-            assert Path("/ws", stage_id, "checkpoints", f"step-{max(steps):08d}") not in gone
+FLAGS = ("done", "pinned", "open", "leased", "complete", "needed")
+
+
+@pytest.mark.parametrize("need", [None, 0, 2, 20])
+def test_whatever_a_stage_is_the_protected_stays(need: int | None) -> None:
+    """Never its newest complete checkpoint before it is done, and nothing that somebody reads."""
+    items = (
+        *(checkpoint("sft-1", step) for step in (9, 50, 100)),
+        *(item(kind, "sft-1", kind, 1) for kind in ("outputs", "temporary", "rollouts", "logs")),
+    )
+    for values in itertools.product((True, False), repeat=len(FLAGS)):
+        flags = dict(zip(FLAGS, values, strict=True))
+        reader, complete = "grpo" if flags.pop("needed") else "", flags.pop("complete")
+        about = StageFacts("sft", dead=frozenset({1}), weights=WEIGHTS, needed_by=reader, **flags)
+        wanted = None if need is None else need * MIB
+        chosen = plan_reclaim(stock(*items, complete=complete, sft_1=about), wanted)
+        gone, ranks = set(names(chosen)), {c.rank for c in chosen}
+        assert not gone & {"rollouts", "logs"}
+        if complete and not about.done:
+            assert "step-00000100" not in gone
         if about.pinned:
-            assert own == []
-        weights = [c for c in own if c.weights is not None]
-        if weights:
+            assert chosen == []
+        if ReclaimOrder.WEIGHTS in ranks:
             assert about.done
-            assert about.weights.copy
             assert not about.leased
             assert not about.needed_by
         if about.leased:
-            assert not any(c.rank in (ReclaimOrder.WEIGHTS, ReclaimOrder.SUPERSEDED) for c in own)
-    kept = [i.path for i in found if i.kind in ("rollouts", "logs", "records")]
-    assert not gone & set(kept)
+            assert ReclaimOrder.SUPERSEDED not in ranks

@@ -91,27 +91,6 @@ def test_a_site_s_own_tool_is_read_by_a_pattern() -> None:
     assert quota.bytes.free == 3 * 10**12
 
 
-@pytest.mark.parametrize("pattern", ["nothing (?P<used>x)", r"Space:\s+(?P<used>\S+)"])
-def test_a_pattern_that_finds_too_little_is_an_error(pattern: str) -> None:
-    with pytest.raises(ValueError, match="pattern"):
-        parse_with_pattern(output("site-tool.txt"), pattern)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("0", 0),
-        ("1,024", 1024),
-        ("1.5K", 1536),
-        ("2 GiB", 2 * GIB),
-        ("2 GB", 2 * 10**9),
-        ("3t", 3 * 2**40),
-    ],
-)
-def test_sizes_with_units(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
 def test_an_unknown_size_or_probe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_size("lots")
@@ -177,13 +156,6 @@ def test_a_failing_tool_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureF
 
     prober = Prober(tmp_path, DiskConfig(), run=only_user, mount=Mount(Path("/"), "lustre", ""))
     assert prober.look().free_bytes == (8912896 - 8388608) * KIB
-
-
-def test_negative_numbers_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = {"probe": "command:site", "pattern": r"(?P<used>\d+) (?P<limit>-?\d+)"}
-    room = look(Tools(site="10 -5"), "nfs4", tmp_path, **config)
-    assert room.source == "file system (nfs4)"
-    assert "command" in caplog.text
 
 
 def test_a_command_probe_reads_what_the_site_says(tmp_path: Path) -> None:

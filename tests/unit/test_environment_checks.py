@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import StageSpec
 from refiner_core.environments.checking import check_environment
-from refiner_core.environments.protocol import FAILURES, row_of_task
 from refiner_core.environments.registry import load_own
-from refiner_core.training.rollouts.multi_turn import MultiTurnTask
 from tests.support.stage_io import FolderStageIO
 
 README = Path(refiner_core.environments.__file__).with_name("README.md").read_text()
@@ -120,35 +117,6 @@ def test_no_stage_starts_under_rules_edited_after_planning(kind: str, tmp_path: 
         run_stage(work)
 
 
-def test_an_evaluation_of_models_that_nothing_makes_is_refused() -> None:
-    changes = {"stages": ["data", "sft", "grpo", "evaluate"], "evaluate.models": ["rft"]}
-    config = replace_fields(RecipeConfig(), DESK | changes)
-    with pytest.raises(ConfigurationError, match=r"\['rft'\].*nothing would be"):
-        make_plan(config, resolve_sources(config))
-    some = replace_fields(config, {"evaluate.models": ["rft", "grpo"]})
-    assert make_plan(some, resolve_sources(some)).find("evaluate")
-
-
-def test_unknown_domains_of_an_environment_file_are_refused() -> None:
-    config = EnvironmentConfig(name=f"{OWN}:Lamps", domains=("doors",))
-    with pytest.raises(ConfigurationError, match=r"environment\.domains is doors.* uses are lamps"):
-        load_own(config, UserConfig())
-    assert load_own(replace(config, domains=("lamps",)), UserConfig()).domains() == ("lamps",)
-
-
-def test_partial_credit_of_an_unknown_domain_is_refused_in_training() -> None:
-    """The data stage is skipped in that case."""
-    config = replace_fields(
-        RecipeConfig(),
-        {"environment.name": f"{OWN}:Lamps", "environment.shaping.alpha_by_domain": ["lamp=2"]},
-    )
-    lane = MultiTurnTask(config, None, None, samples=True)
-    assert lane.environment is not None
-    rows = [row_of_task(task, (1, 2, 3)) for task in lane.environment.tasks("train")]
-    with pytest.raises(ConfigurationError, match="'lamp', which is not a domain"):
-        lane.check(rows)
-
-
 def test_another_weight_of_partial_credit_samples_nothing_again() -> None:
     """Arms of a sweep share their attempts and their fine-tuning."""
     made = {}
@@ -228,8 +196,3 @@ def test_the_environment_in_the_readme_follows_the_protocol(tmp_path: Path) -> N
     checked = check_environment(environment, ("train", "test"))
     assert not checked.errors
     assert checked.tasks == {"train": 5, "test": 5}
-
-
-def test_all_classes_of_failure_are_explained() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", README.partition("## Classes of failure")[2], re.M)
-    assert tuple(rows[: len(FAILURES)]) == FAILURES

@@ -20,7 +20,6 @@ from refiner_core.environments.protocol import EpisodeRecord
 from refiner_core.evaluation.episodes import evaluate_episodes, failure_of
 from refiner_core.evaluation.metrics import episode_metrics, load_samples
 from refiner_core.evaluation.protocol import make_protocol, sampling_params
-from refiner_core.evaluation.results import compare_results
 from refiner_core.models import tiny_tokenizer
 from refiner_core.report.sweep.comparing import make_report
 from refiner_core.report.sweep.rendering import markdown, page, views_of
@@ -275,13 +274,11 @@ def protocol_of(config: RecipeConfig, rows: Sequence[PromptRow]) -> Any:
     ("change", "other"),
     [
         ({"environment.max_turns": 9}, True),
-        ({"environment.repairs": 0}, True),
         ({"grpo.max_token_length": 4096}, True),
         ({"evaluate.top_k": 20}, True),
         ({"evaluate.generation_backend": "vllm"}, True),
         ({"environment.domains": ["bookings"]}, True),
         ({"reward.verification_reward": 3.0}, False),
-        ({"environment.unparsable": "exclude"}, False),
         ({"environment.workers": 3}, False),
         ({"environment.shaping.alpha": 0.9}, False),
     ],
@@ -308,18 +305,6 @@ def test_protocols_of_answers_keep_their_published_fingerprints() -> None:
     assert greedy.with_reward(config).fingerprint == "a03fcbd9bbef"
     assert "environment" not in sampled.as_json()
     assert sampling_params(config, "sampled").top_k == 0
-
-
-# ---------------------------------------------------------------- comparisons
-
-
-@pytest.mark.usefixtures("results", "improved")
-def test_two_models_are_compared_task_by_task_and_within_a_domain(bench: Bench) -> None:
-    compared = compare_results([bench.root / "better"], [bench.root / "out"])
-    found = {(r["decoding"], r["metric"]): r for r in compared}
-    assert found["sampled", "pass@4"]["difference"] == 0.25
-    by_domain = found["sampled", "pass@4/orders"]
-    assert (by_domain["difference"], by_domain["n"], by_domain["excluded"]) == (0.5, 2, 0)
 
 
 # ---------------------------------------------------------------- reports

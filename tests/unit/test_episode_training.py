@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage, UnsupportedError
-from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage
 from refiner_core.contract.sections.environment import ShapingConfig
 from refiner_core.contract.sections.training import CurriculumConfig
 from refiner_core.environments.protocol import record_from_json
 from refiner_core.environments.scoring import shaped_reward
-from refiner_core.training.grpo import open_turns
 from tests.support.counting import CountingEpisode
 from tests.support.episode_training import CallingSampler, EpisodeRun, Troubled, recipe, save_inputs
 
@@ -251,12 +248,6 @@ def test_an_outage_ends_the_stage_with_nothing_trained_on_it_and_the_next_attemp
 # ---------------------------------------------------------------- refused before anything is done
 
 
-def test_a_pack_that_is_shorter_than_an_episode_is_refused_when_planned() -> None:
-    words = ["grpo.max_token_length=400", "grpo.pack_length=399"]
-    with pytest.raises(ConfigurationError, match="pack_length >= 400"):
-        check_config(load_recipe("tiny-tools", words))
-
-
 @pytest.mark.parametrize(
     ("environment", "grpo", "error", "says"),
     [
@@ -271,9 +262,3 @@ def test_what_cannot_work_is_refused_before_anything_is_sampled(
     with pytest.raises(error, match=says):
         run()
     assert run.environment.made == 0
-
-
-def test_a_rank_that_samples_needs_the_judge_of_its_environment():
-    config = recipe({"nl_assertions": "judge"})
-    with pytest.raises(UnsupportedError, match="one process of a stage has it"):
-        open_turns(config, judge=None, environment=None, samples=True)

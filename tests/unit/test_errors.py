@@ -149,10 +149,3 @@ def test_commands_and_fields_that_texts_name_exist() -> None:
         for word in wrong_fields(text)
     ]
     assert not wrong, "\n".join(wrong)
-
-
-def test_the_check_of_commands_and_fields_can_fail() -> None:
-    assert wrong_command("refiner plan tiny --json") is None
-    for line in ("refiner evaluate", "refiner server start", "refiner status --al"):
-        assert wrong_command(line), line
-    assert wrong_fields("set grpo.betta=1 or grpo.beta") == ["grpo.betta"]

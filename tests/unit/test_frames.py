@@ -92,19 +92,6 @@ def test_a_step_is_one_row_and_what_is_not_finite_is_missing(made: RecordedRun) 
     ]
 
 
-def test_rollouts_have_their_judgements_in_short(made: RecordedRun) -> None:
-    root = made.workspace.root
-    frame = api.rollouts_frame(workspace=root)
-    assert sorted(set(frame["step"])) == [1, 2, 3, 4, 5, 6]
-    assert "judgements" not in frame
-    whole = api.rollouts_frame(steps=frame["step"].iloc[0], workspace=root, columns=["judgements"])
-    told = json.loads(whole["judgements"].iloc[0])
-    rubrics = [j for j in told if j["kind"] == "rubric" and j["score"] is not None]
-    credit = [1 - j["score"] if j["polarity"] == "negative" else j["score"] for j in rubrics]
-    assert frame["judgements_mean"].iloc[0] == pytest.approx(sum(credit) / len(credit))
-    assert frame["judgements_scored"].iloc[0] == sum(j["score"] is not None for j in told)
-
-
 def test_deleted_rollouts_raise_an_error(made: RecordedRun, tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs")
     run.data()

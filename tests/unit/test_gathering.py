@@ -65,15 +65,6 @@ def test_a_report_is_made_from_records_alone(made: RecordedSweep, report: SweepR
     assert all(len(c["steps"]) == made.steps for c in report.curves)
 
 
-def test_shown_prompts_have_their_texts(report: SweepReport) -> None:
-    shown = report.side_by_side[0]
-    assert shown["question"] == f"What is {shown['sample_id']}?"
-    assert [a["arm"] for a in shown["answers"]] == ["base", "more", "lenient"]
-    assert "dammed in 1931" in shown["answers"][0]["text"]
-    assert shown["answers"][0]["judgements"][0]["title"] == "Cites"
-    assert all(flip["question"] for flip in report.flips)
-
-
 def test_rubrics_have_credit_by_arm(report: SweepReport) -> None:
     rows = {row["rubric"]: row for row in report.rubrics}
     assert set(rows) == {"Cites", "Pads"}
@@ -93,17 +84,6 @@ def test_an_evaluation_that_is_damaged_is_missing_and_named(tmp_path: Path) -> N
     (more,) = [n for n in report.primary.numbers if n.arm == "more"]
     assert more.seeds == 2
     assert "eed 2 is missing: evaluate-grpo is left out: see the warnings" in more.note
-
-
-def test_curves_that_are_damaged_are_left_out_and_named(tmp_path: Path) -> None:
-    made = RecordedSweep(tmp_path, ("base", "more"), prompts=10)
-    made.write()
-    stage = made.stages("more", 2)["grpo"]
-    path = made.workspace.layout.attempt(stage, 1).metrics
-    path.write_text("\0\0\0\n" + path.read_text())
-    report = make_report(gather(made.workspace, made.name))
-    assert any(stage in w and f"Line 1 of {path}" in w for w in report.warnings)
-    assert {n.seeds for n in report.primary.numbers} == {3}, "evaluations count all the same"
 
 
 def test_arms_that_were_made_with_different_code_are_warned_of(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,6 @@ from refiner_core.judges import calls as parsing
 from refiner_core.judges import judge_prompts_digest, parse_judgement
 from refiner_core.judges.calls import (
     ChatCall,
-    Reply,
     parse_batch,
     plan_calls,
     read_reply,
@@ -71,10 +69,7 @@ def scored(*values: float) -> tuple[Judgement, ...]:
         ('{"score": "1"}', 0.5),
         ('```json\n{\n  "score": 2\n}\n```', 1.0),
         ('{"judgement": {"why": "a {brace}", "score": 1}}', 0.5),
-        ('{{"score": 2}}', 1.0),
         ('first {"score": 2}, no: {"score": 0}', 0.0),
-        ('{"score": 0, "score": 2}', 1.0),
-        ('[{"score": 0}, {"score": 2}]', 1.0),
         ('<think>{"score": 2}</think>{"score": 0}', 0.0),
         ('{"score": 2} all of it reasoning</think>\n{"score": 1}', 0.5),
         ('{"reason": "it quotes </think> and <think>", "score": 1}', 0.5),
@@ -94,14 +89,9 @@ def test_every_shape_of_a_judgement_is_read(text: str, expected: float) -> None:
         "score: 2",
         '{"score": 10}',
         '{"score": 1%s}' % ("0" * 5000),
-        '{"score": 2.01}',
-        '{"score": "inf"}',
         '{"score": true}',
         '{"score": "high"}',
-        '{"score": 1',
-        '{"Score": 2}',
         '{"score": 2} {"score": 10}',
-        '{"score": 2} {"score": null}',
         '<think>{"score": 2}',
         '{"score": 2} and then <think> again',
         '{"a":' * 5000,
@@ -125,29 +115,14 @@ def test_a_yes_or_no_question_takes_no_half() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        '{"scores": [{"criterion": "1", "score": "2"}, {"criterion": 2, "score": 0}]}',
-        '{"scores": [{"criterion": 1, "score": 0}, {"criterion": 2, "score": 0}]} no: %s',
-    ],
-)
-def test_scores_of_several_criteria_are_read(text: str) -> None:
-    said = '{"scores": [{"criterion": 1, "score": 2}, {"criterion": 2, "score": 0}]}'
-    assert parse_batch(text.replace("%s", said), 2) == scored(1.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
         "",
-        "[2, 0]",
         '{"scores": [{"criterion": 1, "score": 2}, {"criterion": 2, "sc',
         '{"scores": [{"criterion": 1, "score": 2}]}',
         '{"scores": [{"criterion": 1, "score": 10}, {"criterion": 2, "score": 1}]}',
-        '{"scores": [{"criterion": 1}, {"criterion": 2, "score": 1}]}',
         # A judge that counts from 0 means another criterion everywhere.
         '{"scores": [{"criterion": 0, "score": 2}, {"criterion": 1, "score": 0}]}',
         '{"scores": [{"criterion": 1, "score": 2}, {"criterion": 1, "score": 0}]}',
         '{"scores": [{"criterion": 1, "score": 2}, {"criterion": 3, "score": 0}]}',
-        '{"scores": [{"criterion": 1, "score": 2}, {"score": 0}]}',
         '{"scores": [{"criterion": true, "score": 2}, {"criterion": 2, "score": 0}]}',
         "<think>[2, 0]",
     ],
@@ -211,17 +186,6 @@ def test_reading_is_linear_with_anything_left_open(piece: str) -> None:
 
 
 # ---------------------------------------------------------------- calls
-
-
-def test_all_rubrics_of_an_answer_are_one_call_and_citations_stay_single() -> None:
-    citation = JudgeRequest("citation_recall", "Which crop?", "The crop is wheat.", "Wheat grows.")
-    first, second = rubrics(3), rubrics(2, text="Another answer")
-    asked = [first[0], citation, second[0], first[1], first[0], second[1], first[2]]
-    calls = plan_calls(asked, BATCHED)
-    assert [call.requests for call in calls] == [tuple(first), (citation,), tuple(second)]
-    assert [call.batched for call in calls] == [True, False, True]
-    assert [len(call.keys) for call in calls] == [3, 1, 2]
-    assert [len(call.requests) for call in plan_calls(asked, SINGLE)] == [1] * 6
 
 
 def all_keys(requests: list[JudgeRequest], config: JudgeConfig) -> dict[JudgeRequest, bytes]:
@@ -292,16 +256,6 @@ def one_call(config: JudgeConfig = SINGLE, count: int = 1) -> ChatCall:
     return call
 
 
-def test_tokens_of_a_reply_are_counted() -> None:
-    usage = {"prompt_tokens": 120, "completion_tokens": 7}
-    assert read_reply(chat('{"score": 2}', usage=usage), one_call()) == Reply(
-        (Judgement("scored", 1.0),), tokens=(120, 7)
-    )
-    absurd = {"prompt_tokens": 2**70, "completion_tokens": True}  # more than a file can hold
-    for odd in (None, [], {"prompt_tokens": -1, "completion_tokens": "7"}, absurd):
-        assert read_reply(chat('{"score": 2}', usage=odd), one_call()).tokens == (0, 0)
-
-
 @pytest.mark.parametrize(
     ("raw", "reason", "final"),
     [
@@ -349,19 +303,6 @@ def test_neither_answer_nor_criterion_leaves_its_fence() -> None:
         assert opening not in attack
     assert text.count("Second") == alone.count("THE CRITERION") == 1
     assert "each of the 2 criteria" in text
-
-
-@pytest.mark.parametrize(
-    ("version", "bits"), [("v1", 48), ("v2", 128), (JudgeConfig().prompt, 128)]
-)
-def test_a_fence_is_too_long_to_be_guessed(version: str, bits: int) -> None:
-    """The first version keeps its short fence: its questions stay the same."""
-    (rubric,) = rubrics(1)
-    batch = load_judge_prompts(version, "batched").render_batch([rubric, rubric])
-    for message in (*load_judge_prompts(version).render(rubric), *batch):
-        for digits in re.findall(r"</\w+(?:-\d)?-([0-9a-f]{12,})>", message["content"]):
-            assert 4 * len(digits) == bits
-    assert len(re.findall(r"</criterion-\d-[0-9a-f]+>", batch[-1]["content"])) == 2
 
 
 @pytest.mark.parametrize(

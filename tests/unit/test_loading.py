@@ -23,21 +23,6 @@ def test_every_shipped_recipe_loads_checks_and_plans(name: str) -> None:
     assert make_plan(config, {}).stages
 
 
-def test_values_of_published_recipes_that_no_card_shows() -> None:
-    """The values that their cards show: test_card_facts."""
-    c = load_recipe("refiner-gpt54")
-    assert (c.publish.resources.gpus, c.publish.resources.memory_gb) == (0, 32)
-    assert (c.reward.rubric_source, c.reward.instance_rubrics_only) == ("instance+static", False)
-    assert (c.judge.kind, c.judge.serve.engine) == ("openai", "vllm")
-    assert "--tensor-parallel-size 2" in c.judge.serve.args
-    assert c.grpo.resources.gpus == 8
-    c = load_recipe("refiner-answer-only")
-    assert c.model.name_or_path == "lihaoxin2020/qwen3-4B-refiner-sft-step-3201"
-    assert c.data.refiner_mode == "answer_only"
-    assert c.reward.rubric_source == "instance"
-    assert (c.grpo.deepspeed_stage, c.grpo.learning_rate, c.grpo.beta) == (3, 5e-6, 0.001)
-
-
 def test_the_successor_differs_from_the_seed_in_the_static_rubrics_only() -> None:
     seed, successor = load_recipe("refiner-gpt54"), load_recipe("refiner-instance-only")
     assert successor.reward.instance_rubrics_only is True
@@ -54,17 +39,14 @@ def test_overrides_are_typed() -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("grpo.betta=1", r"no field 'grpo.betta'.* Did you mean 'grpo.beta'\?"),
         ("beta=1", r"Did you mean 'grpo.beta'\?"),
         ("grpo.beta=high", r"`grpo.beta` is 'high'.*a number"),
         ("grpo.save_freq=2.5", r"`grpo.save_freq` is 2.5.*a whole number"),
         ("seed=true", r"`seed` is True.*a whole number"),
         ("grpo.kl_estimator=kl5", r"one of kl1, kl2, kl3, kl4"),
         ("publish.target=huub", r"Did you mean 'hub'\?"),
-        ("stages=data", r"a list"),
         ("grpo=3", r"a mapping of fields"),
         ("grpo.health=off", r"Section `grpo.health` is False.*a mapping of fields"),
-        ("sft.nproc_per_node=off", r"`sft.nproc_per_node` is False"),
         ("nonsense", r"not of the form key=value"),
         ("seed=${nowhere}", r"cannot be resolved"),
         ("description=a: b: c", r"is not YAML.*description='\"…\"'"),
@@ -97,7 +79,6 @@ def test_every_value_that_does_not_fit_is_named_at_once() -> None:
         ("judge.kind=openai", "judge.base_url"),
         ("judge.model=gpt-9", r"lexical-1.*judge\.kind=openai"),
         ("judge.extra_body={messages: []}", "refiner sets itself"),
-        ("judge.extra_body={temperature: 1}", "refiner sets itself"),
         ("judge.base_url=localhost:8000", "http:// or https://"),
         ("judge.base_url='http://[::1'", "not a server's address"),
         ("judge.base_url='http://me:secret@host/v1'", "judge.api_key_env"),
@@ -105,7 +86,6 @@ def test_every_value_that_does_not_fit_is_named_at_once() -> None:
         ("publish.repo_id=a/{date}", "no placeholders but"),
         ("data.validation_fraction=1", r"a share below 1"),
         ("publish.repo_id=../../etc/x", r"none of them empty, `\.`"),
-        ("publish.repo_id=/etc/x", r"none of them empty, `\.`"),
         ("recipe=a/../../..", r"none of them empty, `\.`"),
         ("dispatch.retries.hung=-3", "-1 for no limit"),
         ("grpo.top_p=0", "above zero"),
@@ -145,25 +125,6 @@ def test_an_empty_section_is_ignored(tmp_path: Path, empty: str, override: tuple
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"include: tiny-zero3\n{empty}")
     assert load_recipe(str(mine), override).grpo == load_recipe("tiny-zero3").grpo
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("a: [1", "cannot be read"),
-        ("- 1\n", "not a mapping"),
-        ("include: self.yaml\n", "includes itself"),
-        ("include: gone.yaml\n", "no recipe file gone.yaml"),
-        ("sfft: {}\n", r"no field 'sfft'"),
-        ("", "is empty"),
-        ("include: tiny\ngrpo.beta: 0.1\n", r"with dots.*`grpo: \{beta: …\}`"),
-    ],
-)
-def test_recipe_files_that_cannot_be_read(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "self.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigurationError, match=says):
-        load_recipe(str(path))
 
 
 @pytest.mark.parametrize(
