@@ -76,7 +76,6 @@ prove: setup  ## the long proofs: learning, recovery under faults, statistics, m
 	$(BIN)/python -m tests.prove.learning
 	$(BIN)/python -m tests.prove.tools
 	$(BIN)/python -m tests.prove.step100
-	$(BIN)/python -m tests.prove.neighbour
 	$(BIN)/python -m tests.prove.simulation --mutations
 	$(BIN)/python -m tests.prove.statistics
 	$(BIN)/python -m tests.prove.mutants
@@ -86,9 +85,7 @@ prove: setup  ## the long proofs: learning, recovery under faults, statistics, m
 bench: setup  ## speeds, each against its rival in one run
 	$(BIN)/python -m tests.bench
 	$(BIN)/python -m tests.bench.dispatch
-	$(BIN)/python -m tests.bench.recovery
 	$(BIN)/python -m tests.bench sweeps
-	$(BIN)/python -m tests.bench sweep_again
 	$(BIN)/python -m tests.bench report
 	$(BIN)/python -m tests.bench startup
 	$(BIN)/python -m tests.bench episodes

@@ -51,7 +51,6 @@ BENCHES = (
     "memory",
     "report",
     "startup",
-    "sweep_again",
     "sweeps",
     "trainer",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import shutil
@@ -115,16 +114,6 @@ def test_weights_that_are_not_those_of_the_evidence_are_found(
     assert "file-differs: model.safetensors has SHA-256" in done.stdout
     only_card = call(capsys, "check", str(folder / "README.md"))
     assert only_card.code == 0, "of a card alone, only the card is looked at"
-
-
-def test_a_card_is_read_from_a_pipe(
-    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = (folder / "README.md").read_bytes() + b"\nOf 3 rows 5 of 3 were kept.\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-    done = call(capsys, "check", "-")
-    assert done.code == 3
-    assert f"<stdin>:{text.decode().count(chr(10))}: parts: " in done.stdout
 
 
 @pytest.mark.parametrize(

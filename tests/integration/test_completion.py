@@ -166,12 +166,3 @@ def test_fish_completes_with_a_few_words_about_each(on_path: dict[str, str]) -> 
         capture_output=True, text=True, env=on_path, check=False,
     )  # fmt: skip
     assert done.stdout.startswith("grpo.beta=0.001\tKL coefficient"), done.stderr
-
-
-def test_the_default_shell_is_the_users(on_path: dict[str, str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.cli.main", "completion"],
-        capture_output=True, text=True, check=True, env={**on_path, "SHELL": "/usr/bin/zsh"},
-    )  # fmt: skip
-    assert done.stdout.startswith("#compdef refiner")
-    assert "~/.zshrc" in done.stderr

@@ -196,18 +196,6 @@ def test_a_full_file_system_is_a_finding(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- Slurm
 
 
-def test_a_scheduler_that_hangs_does_not_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for command in ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo", "sacct"):
-        program(tmp_path / "bin", command, "sleep 60")
-    first_on_path(monkeypatch, tmp_path / "bin")
-    monkeypatch.setattr("infra.doctor.slurm.SLURM_S", 1.0)
-    found = examine("tiny", ["dispatch.executor=slurm"], only=["slurm"], limit_s=0.5)
-    controller = named(found, "slurm", "controller")
-    assert (controller.state, controller.what) == ("broken", "no answer in 0.5 s")
-
-
 @pytest.mark.slurm
 def test_a_cluster_its_node_and_its_partitions_are_examined(slurm: Cluster, tmp_path: Path) -> None:
     profile = tmp_path / "mine.yaml"

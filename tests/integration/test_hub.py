@@ -6,8 +6,6 @@ The Hub is on loopback over real git; the real client talks to it over HTTP.
 from __future__ import annotations
 
 import subprocess
-import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from infra.publishing import FolderTarget, PublishedFiles
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, HubRefused, Interrupted, StageFailed
 from refiner_core.contract.types import Progress
-from tests.support.git_hub import Fault, LoopbackHub
+from tests.support.git_hub import LoopbackHub
 from tests.support.publications import OTHER_RUN, REPO, card, publication
 
 ALL = ["README.md", "config.json", "model.safetensors", "refiner.json"]
@@ -259,17 +257,6 @@ def test_a_stop_during_an_upload_publishes_nothing(hub: LoopbackHub, tmp_path: P
     assert weights(hub, "step-50") == b"w" * 200
 
 
-def test_an_equal_card_beside_other_weights_is_no_update(hub: LoopbackHub, tmp_path: Path) -> None:
-    """Another user has moved the tag to another step."""
-    published = target(hub).publish(publication(tmp_path, 100))
-    hub.git(REPO).set_ref("tags/step-50", str(published.commit))
-    card_alone = publication(tmp_path, 50, only_card=True)
-    card_alone = replace(card_alone, files=card_alone.files[:1])
-    assert card_alone.files[0].name == "README.md"
-    with pytest.raises(ConfigurationError, match="its card is not updated"):
-        target(hub).publish(card_alone)
-
-
 def test_private_weights(
     hub: LoopbackHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,23 +269,6 @@ def test_private_weights(
     hub.repos[REPO].private = True
     target(hub, private=False).publish(publication(tmp_path, 50))
     assert "stays private" in caplog.text
-
-
-def test_two_publications_in_one_process_take_turns(hub: LoopbackHub, tmp_path: Path) -> None:
-    """The client has one session; the second publication waits for the end of the first."""
-    other: list[PublishedFiles] = []
-    threads: list[threading.Thread] = []
-
-    def publish_too(_: Any) -> None:
-        second = publication(tmp_path, 100)
-        thread = threading.Thread(target=lambda: other.append(target(hub).publish(second)))
-        thread.start()
-        threads.append(thread)
-
-    hub.faults = [Fault("call", where=lambda r: "/commit/" in r.path, does=publish_too)]
-    target(hub).publish(publication(tmp_path, 50))
-    threads[0].join(30)
-    assert other[0].commit == hub.refs(REPO)["heads/main"] == hub.refs(REPO)["tags/step-100"]
 
 
 def test_xet_transfers(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

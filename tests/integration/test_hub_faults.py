@@ -133,15 +133,6 @@ def test_an_interruption_changes_no_result(hub: LoopbackHub, tmp_path: Path, sto
             assert (published.commit, published.files) == (undisturbed.commit, undisturbed.files)
 
 
-@pytest.mark.parametrize("kind", ["drop-before", "drop-after"])
-def test_lost_connections_are_retried(hub: LoopbackHub, tmp_path: Path, kind: Any) -> None:
-    """Every second request is lost; what went through unnoticed is not done twice."""
-    hub.faults = [Fault(kind, where=lambda r: r.index % 2 == 0, times=1000)]
-    published = target(hub).publish(publication(tmp_path, 50))
-    assert hub.refs(REPO) == {"heads/main": published.commit, "tags/step-50": published.commit}
-    assert len(hub.git(REPO).history("" + str(published.commit))) == 2, "one commit of ours"
-
-
 def test_a_publisher_killed_while_it_sends_loses_nothing(hub: LoopbackHub, tmp_path: Path) -> None:
     dying = publisher(hub, tmp_path, 50)
     died = threading.Event()

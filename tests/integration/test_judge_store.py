@@ -199,13 +199,6 @@ def calls(tmp_path: Path) -> Callable[..., int]:
     return count
 
 
-def test_another_judge_is_asked_anew(calls: Callable[..., int]) -> None:
-    """Which settings make another judge: ``tests/unit/test_judge_questions.py``."""
-    assert calls(model="other") == len(QUESTIONS)
-    assert calls(model="other") == 0
-    assert calls() == 0
-
-
 # ---------------------------------------------------------------- the command
 
 

@@ -226,22 +226,6 @@ def test_a_full_disk_is_an_event_and_an_incident(prefect: PrefectApi, tmp_path: 
     assert any(r["prefect.resource.role"] == "flow-run" for r in incident["related"])
 
 
-def test_unreadable_records_end_no_flow_run(prefect: PrefectApi, tmp_path: Path) -> None:
-    call = RecordedCall(tmp_path, "data")
-    with call.worked_on():
-        call.shows("data", "running")
-        flow_run = eventually(lambda: in_state(prefect, call, "RUNNING"))
-        events = call.room.layout.run(call.run).events
-        events.rename(events.with_name("away"))
-        events.mkdir()
-        eventually(lambda: logged(prefect, flow_run, "cannot be read"))
-        events.rmdir()
-        events.with_name("away").rename(events)
-        call.shows("data", "done", report={})
-        call.end()
-        eventually(lambda: in_state(prefect, call, "COMPLETED"))
-
-
 def test_a_cancel_in_the_ui_ends_a_run_of_a_terminal(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path)
     with call.worked_on():

@@ -14,7 +14,6 @@ from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import RealSlurm, Row, SlurmUnavailable
 from infra.slurm.states import facts_of_accounts
 from infra.store import atomic
-from refiner_core.contract.errors import ConfigurationError
 from tests.support.require import require
 from tests.support.slurm_campaign import SMALL, Campaign
 from tests.support.slurm_cluster import Cluster, ClusterSpec, missing, running_cluster
@@ -196,13 +195,6 @@ def test_an_absent_controller_kills_no_job(campaign: Campaign, slurm: Cluster) -
     assert campaign.wait(request, lambda s: s.running).liveness == "live"
 
 
-def test_a_wrong_partition_is_a_configuration_error(slurm: Cluster, tmp_path: Path) -> None:
-    campaign = on(tmp_path, partition="nowhere")
-    (error,) = campaign.dispatcher.submit([campaign.claim()]).values()
-    assert isinstance(error, ConfigurationError)
-    assert "invalid partition" in str(error)
-
-
 def test_the_users_folders_shadow_nothing(
     slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,18 +251,6 @@ class Forgetful(RealSlurm):
 
     def shown(self, ids: object, names: object = ()) -> list[Row]:
         return []
-
-
-def test_the_cluster_is_not_reachable_from_outside(accounts: Cluster) -> None:
-    """Its ports are those of another network namespace, in which there is loopback alone."""
-    here = Path("/proc/net/tcp").read_text()
-    there = accounts.run("cat", "/proc/net/tcp")
-    for port in (accounts.port, accounts.port + 1):
-        assert f":{port:04X} " in there
-    home = Path(f"/proc/{os.getppid()}/net/tcp").read_text()
-    assert f":{accounts.port + 1:04X} " not in home
-    assert here != home
-    assert "eth" not in accounts.run("cat", "/proc/net/dev")
 
 
 def test_a_forgotten_job_is_found_in_the_accounts(accounts: Cluster, tmp_path: Path) -> None:

@@ -96,15 +96,6 @@ def small_tmpfs(folder: Path, *, mib: int = 16, inodes: int | None = None) -> It
         _unmount(folder)
 
 
-@contextlib.contextmanager
-def small_ext4(folder: Path, *, mib: int = 64, inodes: int | None = None) -> Iterator[Path]:
-    """A folder that is an ext4 file system of so much room, or for so many files and folders. Its
-    own size is what is full: kernels without CONFIG_QFMT_V2 know no quotas on ext4."""
-    number = ("-N", str(inodes)) if inodes else ()
-    with _mounted(folder, mib, ("mkfs.ext4", "-q", "-m", "0", *number), "loop"):
-        yield folder
-
-
 def fill(path: Path, leave: int = 0) -> None:
     """Write ``path`` until nothing fits but ``leave`` bytes."""
     spare = path.with_name(f"{path.name}.spare")

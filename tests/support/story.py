@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.command import ROOT, Stage, environment, refiner, start, wait_until
-from tests.support.quota import QuotaFolder
+from tests.support.command import ROOT, Stage, environment, refiner, start
 from tests.support.slurm_cluster import Cluster
 
 PROFILE = """\
@@ -165,34 +164,6 @@ def time_limit(scene: Scene) -> str:
     job = scene.job()
     done = scene.cluster.run("scontrol", "update", f"jobid={job}", "timelimit=1", check=False)
     return f"time limit of job {job} cut to one minute {done.strip()}"
-
-
-def read_only(disk: QuotaFolder, seconds: float) -> Callable[[Scene], str]:
-    """The file system takes no new files for a while, as one that fails over to another server."""
-
-    def do(_: Scene) -> str:
-        disk.set_read_only(True)
-        time.sleep(seconds)
-        disk.set_read_only(False)
-        return f"the file system was read-only for {seconds:.0f} s"
-
-    return do
-
-
-def slurm_away(seconds: float) -> Callable[[Scene], str]:
-    """The controller does not answer for a while; before the first step: from when the stage
-    before this one runs, so that it is away when this one is to be submitted."""
-
-    def do(scene: Scene) -> str:
-        if not scene.stage.attempts:
-            before = Stage(scene.workspace, "data")
-            wait_until(lambda: before.worker is not None, "the stage before")
-        scene.cluster.stop_controller()
-        time.sleep(seconds)
-        scene.cluster.start_controller()
-        return f"Slurm's controller was away for {seconds:.0f} s"
-
-    return do
 
 
 # ---------------------------------------------------------------- telling it

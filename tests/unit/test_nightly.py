@@ -87,14 +87,6 @@ def test_a_night_of_a_dead_process_is_continued(lab: NightLab) -> None:
 # ---------------------------------------------------------------- late
 
 
-def test_a_night_is_the_occasion_and_not_the_moment(tmp_path: Path) -> None:
-    lab = NightLab(tmp_path, timezone="America/New_York")
-    lab.measure("canary", DAYS[0])
-    lab.measure("model", DAYS[0])
-    # Three in the morning of the first in New York is 07:00 UTC (after the clocks change: 08:00).
-    assert lab.night(DAYS[1], at="05:00").night == DAYS[0]
-
-
 # ---------------------------------------------------------------- change
 
 

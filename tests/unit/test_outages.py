@@ -34,11 +34,6 @@ NUMBERS = (errno.ESTALE, errno.ENOENT, errno.EAGAIN)
 RUNS = {"liveness": "live", "running": True, "state": "RUNNING"}
 
 
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "w")
-
-
 @contextmanager
 def unlistable(folder: str, times: int, number: int = errno.ESTALE) -> Iterator[list[int]]:
     """Listing a folder of that name fails so often."""
@@ -274,15 +269,3 @@ def test_jobs_are_submitted_again_until_they_can_be(workspace: Workspace, error:
     assert all(str(error) in o.message for o in ended)
     campaign.request_stop("the test is over")
     assert campaign.join()["data"].state == "interrupted"
-
-
-def test_between_two_tries_a_stage_is_paused_with_the_reason(workspace: Workspace) -> None:
-    error = SystemOutage("Unable to contact slurm controller")
-    plan = small_plan("data", backoff_s=60.0)
-    campaign = campaign_of(workspace, plan, Unwilling(workspace, error, 1))
-    campaign.begin()
-    campaign.step()
-    campaign.step()
-    view = campaign.views()["data"]
-    assert view.state == "paused"
-    assert "Unable to contact slurm controller" in view.message

@@ -85,15 +85,6 @@ def test_hidden_process(sleeper: subprocess.Popen[bytes], monkeypatch: pytest.Mo
     assert found.alive
 
 
-def test_an_ended_process_can_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = subprocess.Popen(["sleep", "60"])
-    found = ProcessId.of(process.pid)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    monkeypatch.setattr(ProcessId, "alive", property(lambda self: True))  # by the look before
-    found.kill_group()
-
-
 def test_a_local_job_belongs_to_its_host(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "ws")
     stage = claim(workspace, small_plan("data"), "data")

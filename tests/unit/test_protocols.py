@@ -24,7 +24,6 @@ from refiner_core.cards.public import public_protocol
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
-from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
 from refiner_core.contract.plan import make_plan
@@ -184,15 +183,6 @@ def test_an_invalid_protocol_file_is_refused(tmp_path: Path, text: str, said: st
 def test_an_invalid_list_of_protocols_is_refused(given: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         check_config(load_recipe("tiny", [given]))
-
-
-def test_shipped_names_are_reserved_and_unread_names_are_refused(tmp_path: Path) -> None:
-    file = write(tmp_path, "evaluate: {num_samples: 2}", "held-out-greedy-v1")
-    with pytest.raises(ConfigurationError, match="of a shipped one"):
-        load_protocol(file)
-    config = replace_fields(RecipeConfig(), {"evaluate.protocols": ["held-out-greedy-v1"]})
-    with pytest.raises(ConfigurationError, match="not a protocol that was read"):
-        check_config(config)
 
 
 # ---------------------------------------------------------------- the stages

@@ -157,21 +157,6 @@ def test_a_card_of_a_step_tells_only_what_came_before(tmp_path: Path) -> None:
     assert card_of(run, "publish-step2") == before == run.report("publish-step2")["card"]
 
 
-def test_a_card_of_a_step_tells_that_training_had_died(tmp_path: Path) -> None:
-    """Published by hand, of a run that a full quota had ended."""
-    run = trained_run(tmp_path / "runs", *EVERY)
-    run.fail("grpo", AttemptOutcome("disk_full", "resume", step=5, errno=122), seconds=60.0)
-    run.export(2)
-    run.carry_out("publish-step2")
-    card = card_of(run, "publish-step2")
-    assert "Training had stopped when this checkpoint was published, after step 5" in card
-    assert "because the disk or its quota was full; it had not been taken up again" in card
-    assert "Nothing unusual" not in card
-    run.begin("grpo")
-    run.train("grpo")
-    assert card_of(run, "publish-step2") == card, "it says what was so when it was published"
-
-
 # ---------------------------------------------------------------- costs, tracking, sources
 
 

@@ -18,10 +18,10 @@ from flows.ranks.training import engine_name, in_worker
 from infra.jobs.signals import SlurmJob
 from infra.ranks import launch as nodes
 from infra.ranks.launch import OtherNodes, node_number
-from infra.ranks.messages import node_settings, rank_settings
+from infra.ranks.messages import rank_settings
 from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.errors import LaunchError
-from refiner_core.contract.placement import Placement, placement_of
+from refiner_core.contract.placement import Placement
 
 
 def recipe(**sft: object) -> RecipeConfig:
@@ -56,15 +56,6 @@ def test_ranks_of_one_node_use_loopback() -> None:
     assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & several.keys()
     assert "DS_ACCELERATOR" not in several
     assert several["CUDA_VISIBLE_DEVICES"] == "2,3"
-
-
-def test_each_node_makes_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = recipe(resources=Resources(gpus=2, nodes=2))
-    placement = placement_of(config, "sft")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    told = {"placement": {**vars(placement)}}
-    settings = node_settings({"REFINER_RANKS_ORDER": json.dumps(told)})
-    assert settings["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
 def test_a_node_knows_its_number_from_slurm_alone() -> None:

@@ -91,12 +91,6 @@ DATA_DONE = (DATA, record(DATA, attempt(1, "none"), done=True))
 # ---------------------------------------------------------------- beginning
 
 
-def test_nothing_recorded_launches_only_what_needs_no_input() -> None:
-    actions = decide([])
-    assert actions["data"] == Launch(DATA, 0)
-    assert all(isinstance(a, Wait) for n, a in actions.items() if n != "data")
-
-
 def test_inputs_done_launch_in_the_plans_order_up_to_the_limit() -> None:
     actions = decide([DATA_DONE])
     assert isinstance(actions["data"], Finish)
@@ -443,17 +437,6 @@ def test_a_lost_server_is_replaced(end: FailureClass) -> None:
     assert actions["grpo"] == Wait(GRPO, "runs", 1)
 
 
-def test_a_dead_server_is_closed_before_the_next_one_starts() -> None:
-    silent = outcome_of("killed", "gone")
-    seen = {
-        JUDGE.id: AttemptStatus(1, "dead", silent_end=silent),
-        GRPO.id: AttemptStatus(1, "live"),
-    }
-    grpo = (GRPO, record(GRPO, attempt(1)))
-    actions = decide_served(SERVED_DATA, judge_record(attempt(1)), grpo, seen=seen, ready=(1,))
-    assert actions["judge"] == CloseAttempt(JUDGE, 1, silent)
-
-
 def test_a_server_that_answered_clears_the_count() -> None:
     """Over weeks a judge is lost many times; only one that never comes up again is given up."""
     lost = [attempt(n, "killed") for n in range(1, 30)]
@@ -497,17 +480,6 @@ def test_finished_recipes_need_no_server(
     assert actions["judge"] == Idle(JUDGE, live=live)
 
 
-def test_a_server_may_rest_between_two_stages() -> None:
-    """A picture that follows a stage to its end must not take this for it."""
-    data = SERVED_DATA[0]
-    plan = Plan("late", SERVED.config, (data, JUDGE, BASE, replace(GRPO, inputs={"data": "data"})))
-    done = {BASE.id: record(BASE, attempt(1), done=True)}
-    actions = reconcile(
-        plan, {**done, JUDGE.id: judge_record(attempt(1, "none"))[1]}, Observation(), POLICY
-    )
-    assert isinstance(actions[1], Wait)
-
-
 def test_a_stop_leaves_no_server_behind_and_starts_none() -> None:
     stopping = replace(POLICY, stopping=True)
     none = decide_served(SERVED_DATA, policy=stopping)
@@ -518,13 +490,6 @@ def test_a_stop_leaves_no_server_behind_and_starts_none() -> None:
     assert isinstance(lives["judge"], Serve), "it is waited for until it has ended"
     ended = decide_served(SERVED_DATA, judge_record(attempt(1, "interrupted")), policy=stopping)
     assert isinstance(ended["judge"], Idle)
-
-
-def test_a_cancelled_server_blocks_its_stages() -> None:
-    cancelled = replace(POLICY, cancelled=frozenset({JUDGE.id}))
-    actions = decide_served(SERVED_DATA, policy=cancelled)
-    assert isinstance(actions["judge"], Fail)
-    assert actions["grpo"] == Block(GRPO, "judge", "interrupted")
 
 
 # ---------------------------------------------------------------- whole campaigns under faults

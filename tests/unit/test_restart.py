@@ -93,14 +93,6 @@ def test_a_restart_claims_an_attempt(workspace: Workspace, stage: PlannedStage, 
     assert noted == {"job_id": "7", "comment": "c", "restart": 1}, "it is the same job"
 
 
-def test_each_restart_leads_to_a_new_attempt(workspace: Workspace, stage: PlannedStage) -> None:
-    for restart in (1, 2, 3):
-        assert attempt_to_run(workspace, stage.id, 1, job(restart), silent) == restart + 1
-        started(workspace, stage, restart + 1, restart)
-    record = workspace.read_record(stage.id)
-    assert [a.restart for a in record.attempts] == [0, 1, 2, 3]
-
-
 def test_a_restart_takes_over_a_killed_restart(workspace: Workspace, stage: PlannedStage) -> None:
     assert attempt_to_run(workspace, stage.id, 1, job(1), silent) == 2
     assert attempt_to_run(workspace, stage.id, 1, job(2), silent) == 2
@@ -255,17 +247,6 @@ def work(attempt: AttemptRun, until: int) -> None:
         attempt.io.log_metrics(step, {"x": step})
         with attempt.io.new_checkpoint(step) as folder:
             (folder / "state").write_text("x")
-
-
-def test_a_closed_attempt_does_not_start(workspace: Workspace, plan: Plan) -> None:
-    stage = plan.by_name["data"]
-    workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "slurm"))
-    workspace.close_attempt(stage.id, 1, AttemptOutcome("launch_failure", "resume"))
-    attempt = AttemptRun(workspace, stage.id, 1, own_log=False)
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(AttemptClosed):
-        attempt.__enter__()
-    assert signal.getsignal(signal.SIGTERM) is before, "handlers are put back"
 
 
 # ---------------------------------------------------------------- why a job was started again

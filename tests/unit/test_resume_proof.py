@@ -17,8 +17,6 @@ from safetensors.torch import save_file
 
 from flows.proving.proof_plan import PHASES, Trained, draw_points
 from flows.proving.runs import as_they_were
-from infra.store.provenance import keep_scratch, new_scratch
-from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.lint import check_card
@@ -208,19 +206,6 @@ def test_other_process_counts_are_within_tolerance_at_best() -> None:
     assert other.verdict == "within tolerance"
     card = build_card(full_facts(proof=public_proof(other)))
     assert "another number of processes" in card
-
-
-def test_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "runs")
-    dead, kept, alive = (new_scratch(workspace, name) for name in ("dead", "kept", "alive"))
-    for folder in (dead, kept):
-        owner = json.loads((folder / "owner.json").read_text())
-        host, _, started = owner["process"].rsplit(":", 2)
-        process = f"{host}:{2**22 + 1}:{started}"  # above any process number
-        (folder / "owner.json").write_text(json.dumps({"process": process}))
-    keep_scratch(kept)
-    new_scratch(workspace, "next")
-    assert (dead.exists(), kept.exists(), alive.exists()) == (False, True, True)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.records import to_json
 from refiner_core.report.printing import plain
 from refiner_core.report.run.rendering import page
-from refiner_core.report.transcripts import answer_markup, evidence_of, spans
+from refiner_core.report.transcripts import answer_markup, evidence_of
 from refiner_core.rewards.combine import total_reward
 from tests.support.run_reports import empty_report, hostile_report
 
@@ -243,15 +243,6 @@ def test_claims_are_numbered_as_by_the_judge() -> None:
         ) == plain(text), "nothing is lost or added"
         single += parsed.body is not None
     assert single > 2_000
-
-
-def test_pieces_of_a_text_make_the_text_again() -> None:
-    rng = random.Random(2)
-    for _ in range(2_000):
-        text = "".join(rng.choice(_PIECES) for _ in range(rng.randrange(14)))
-        for any_case in (False, True):
-            found = list(spans(text, any_case=any_case))
-            assert "".join(s.before + s.text + s.after for s in found) == text
 
 
 @pytest.mark.parametrize("make", [hostile_report, empty_report])

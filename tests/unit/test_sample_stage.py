@@ -423,18 +423,6 @@ class Stopping(FolderStageIO):
         return self.turn in self.bench.generator.asked
 
 
-def test_eager_episodes_that_have_ended_survive_a_stop(tmp_path: Path) -> None:
-    bench = EpisodeBench(tmp_path, deterministic=False)
-    with pytest.raises(Interrupted, match=r"0 of 3 batches and . samples"):
-        bench.play(io=Stopping(tmp_path / "io", bench, ("counting/t0", 2), 2, after_one=True))
-    assert bench.generator.begun == 4
-    bench.play(io=FolderStageIO(tmp_path / "io"))
-    assert bench.generator.begun < 12  # who gave up at once had ended long before
-    assert [a.key for a in bench.attempts()] == [
-        (name, index) for name in PLAYED for index in range(4)
-    ]
-
-
 def test_eager_episodes_survive_a_crash_up_to_the_last_time_they_were_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,12 +7,10 @@ import io
 import os
 import shlex
 import signal
-import socket
 import stat
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from infra.host.processes import free_port, holder_of, node_address
+from infra.host.processes import free_port, node_address
 from infra.jobs.failures import classify
 from infra.process.child import MARK
 from infra.services.judges import (
@@ -31,8 +29,7 @@ from infra.services.judges import (
     known_key,
     service_key,
 )
-from infra.services.process import ListenAddress, error_line, server_environment, server_text
-from infra.store import orchestrators as leases_module
+from infra.services.process import ListenAddress, server_environment, server_text
 from infra.store.orchestrators import (
     LOST_AFTER_S,
     RENEW_S,
@@ -243,27 +240,6 @@ def test_a_server_is_needed_while_a_holder_moves_its_counter(workspace: Workspac
     assert watch.idle_s > 7
 
 
-def test_a_returned_lease_stays_away(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise an unused server would be kept until the lease counts as lost."""
-    monkeypatch.setattr(leases_module, "RENEW_S", 0.01)
-    service = workspace.layout.service("serve-1")
-    path = service / "leases" / f"{attempt_holder('sft-1', 1)}.json"
-    renewing, given_back = threading.Event(), threading.Event()
-
-    def clock() -> float:
-        if threading.current_thread() is not threading.main_thread():
-            renewing.set()
-            given_back.wait(0.2)  # time enough to overtake it, if nothing waits for it
-        return time.monotonic()
-
-    with Lease(service, attempt_holder("sft-1", 1), clock):
-        (thread,) = (t for t in threading.enumerate() if t.name == "lease")
-        assert renewing.wait(30)
-    given_back.set()
-    thread.join(30)
-    assert not path.exists()
-
-
 @pytest.mark.parametrize("text", ["", '{"coun', "[1]", '{"counter": "one"}'])
 def test_a_damaged_lease_counts_until_it_is_lost(workspace: Workspace, text: str) -> None:
     """A power cut leaves an empty file, and its holder does not come back to renew it."""
@@ -382,22 +358,6 @@ def test_a_port_that_another_user_was_faster_to_take_gets_no_key_and_gives_no_sc
     assert f"Port {other.port} " in caplog.text, "the log has the reason"
 
 
-def test_a_port_is_ours_if_what_we_started_listens_there(tmp_path: Path) -> None:
-    with socket.socket() as free, server_of(tmp_path, own()) as server:
-        free.bind(("127.0.0.1", 0))
-        port, top = urlsplit(server.endpoint.url).port, server.process
-        assert port is not None
-        assert holder_of(free.getsockname()[1], top.pid) == "nobody"
-        assert holder_of(port, top.pid) == "ours"
-        child = subprocess.Popen(["sleep", "60"])
-        try:
-            assert holder_of(port, child.pid) == "another"
-            assert holder_of(port, child.pid, by_daemon=True) == "ours", "this user's own"
-        finally:
-            child.kill()
-            child.wait()
-
-
 def test_a_full_disk_ends_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its output is read all the same: else its pipe closes, and it dies at its next line."""
     lines = tmp_path / "lines"
@@ -449,15 +409,6 @@ def test_the_death_of_a_running_server_is_reported(tmp_path: Path) -> None:
         with pytest.raises(RefinerError, match=r"while it served \(signal 9\)") as caught:
             server.check_alive()
     assert classify(caught.value).failure == "killed"
-
-
-def test_the_line_that_names_the_error_is_found_among_many() -> None:
-    cause = "(EngineCore pid=7) ValueError: Free memory on device (1 GiB) is too small"
-    traceback = "(EngineCore pid=7) ERROR 01-01 Traceback (most recent call last):"
-    last = "RuntimeError: Engine core initialization failed. See root cause above."
-    assert error_line([traceback, cause, last, "bye"]) == cause
-    assert error_line(["OSError: [Errno 98] in use", "INFO: done"]) == "OSError: [Errno 98] in use"
-    assert error_line(["loading", "ready soon"]) == "ready soon"
 
 
 # ---------------------------------------------------------------- real engines

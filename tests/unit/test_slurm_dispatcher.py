@@ -96,15 +96,6 @@ def test_batch_scripts_are_golden(fake: FakeSlurm, tmp_path: Path, name: str, co
 # ---------------------------------------------------------------- submitting
 
 
-def test_job_ids_are_recorded(campaign: Campaign) -> None:
-    one = campaign.claim(1)
-    campaign.submit(one)
-    note = campaign.workspace.read_control(campaign.workspace.layout.attempt(*one.ref).job)
-    batch = campaign.workspace.part(campaign.workspace.layout.attempt(*one.ref), "batch")
-    assert (note["job_id"], note["executor"], note["comment"]) == ("101", "slurm", one.comment)
-    assert (batch["comment"], batch["index"]) == (one.comment, None)
-
-
 def test_large_groups_are_split_into_arrays(fake: FakeSlurm, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "w", Profile(name="small", array_size=5, array_min=3))
     requests = campaign.submit(*(campaign.claim(seed) for seed in range(12)))
@@ -198,13 +189,6 @@ def test_workers_get_settings_of_the_profile(fake: FakeSlurm, tmp_path: Path) ->
 
 
 # ---------------------------------------------------------------- looking and acting
-
-
-def test_a_look_is_one_squeue(fake: FakeSlurm, campaign: Campaign) -> None:
-    requests = campaign.submit(*(campaign.claim(seed) for seed in range(6)))
-    assert {s.state for s in campaign.look(*requests).values()} == {"PENDING"}
-    looked = [c["command"] for c in fake.calls() if c["command"] not in ("sbatch", "srun")]
-    assert looked == ["squeue"]
 
 
 def test_a_restarted_attempt_is_classified_by_its_log(fake: FakeSlurm, campaign: Campaign) -> None:

@@ -35,11 +35,6 @@ from tests.support.plans import OWNER, claim, run_record, small_plan
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "runs")
-
-
-@pytest.fixture
 def run(workspace: Workspace) -> RunRecord:
     plan = small_plan()
     run = replace(run_record(workspace, plan), config=to_json(plan.config))

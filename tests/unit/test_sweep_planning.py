@@ -73,22 +73,6 @@ def test_every_kind_of_value_survives_as_an_override() -> None:
         assert alone.config.command.version == odd
 
 
-def test_the_successor_of_the_seed_run_is_one_of_its_arms() -> None:
-    found = make_sweep_plan("static-vs-instance")
-    trial = next(t for t in found.trials if t.name == "instance-only/seed42")
-    recipe = make_recipe_plan("refiner-instance-only")
-    assert trial.plan.by_name["grpo"].fingerprint == recipe.by_name["grpo"].fingerprint
-
-
-def test_shared_stages_are_one_stage_and_one_object() -> None:
-    found = planned(factors={WEIGHTS: [0, 0.2, 0.5]})
-    names = [s.name for s in found.stages().values()]
-    assert names.count("data") == 1
-    assert names.count("sft") == 2, "one for each seed"
-    assert names.count("grpo") == 6
-    assert len({id(t.plan.by_name["sft"]) for t in found.trials}) == 2
-
-
 def test_a_larger_sweep_keeps_the_fingerprints_of_its_trials() -> None:
     """Only new work runs: the rest is found by its fingerprints."""
     before = fingerprints(planned(factors={WEIGHTS: [0, 0.2]}))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ from infra.jobs.dispatcher import AttemptRef, JobRequest
 from infra.orchestrator.timeline import read_events
 from infra.store import atomic
 from infra.store.layout import sweep_call
-from infra.store.orchestrators import orchestrator_of, take_up
+from infra.store.orchestrators import take_up
 from infra.store.sweep_records import read_sweep, trial_run
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
@@ -29,11 +26,6 @@ from sweeps.values import Limits, SweepPlan
 from tests.support.sweeping import TRAINED, Bench, Jobs, bench, small_sweep
 
 SCRIPT = {"grpo": TRAINED, "sft": TRAINED}
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "w")
 
 
 def recorded(workspace: Workspace, plan: SweepPlan) -> SweepRecord:
@@ -113,20 +105,6 @@ def test_a_second_call_starts_nothing(workspace: Workspace) -> None:
     assert len(workspace.run_ids()) == len(plan.trials)
     said = [e for e in events(workspace, "trial") if e["state"] == "done"]
     assert len(said) == len(plan.trials), "what was said once is not said again"
-
-
-def test_a_trial_whose_stages_are_all_there_is_a_run_without_being_begun(
-    workspace: Workspace,
-) -> None:
-    """Another sweep made its stages; status, card and why need the run record."""
-    plan = small_sweep()
-    bench(workspace, plan, SCRIPT).run()
-    twin = replace(plan, sweep=replace(plan.sweep, name="twin"))
-    again = bench(workspace, twin, SCRIPT)
-    again.run()
-    assert again.jobs.begun == []
-    run = workspace.read_run(trial_run(workspace, "twin", plan.trials[0].name))
-    assert run.provenance["sweep"]["name"] == "twin"
 
 
 def test_a_trial_whose_stages_are_others_by_now_is_another_run(workspace: Workspace) -> None:
@@ -212,14 +190,6 @@ def test_other_trials_continue_past_the_canary_or_where_its_arm_is_the_cause(
     states = bench(workspace, plan, {**SCRIPT, f"{first}/grpo": (ends,)}, past_canary=past).run()
     assert states.pop(first) == "failed"
     assert set(states.values()) == {"done"}
-
-
-def test_a_measured_training_needs_no_canary(workspace: Workspace) -> None:
-    bench(workspace, small_sweep(), SCRIPT).run()
-    again = bench(workspace, small_sweep(seeds=(1, 2, 3)), SCRIPT)
-    again.orchestrator.begin()
-    again.orchestrator.step()
-    assert len(again.admission.live) == 2
 
 
 def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_sweep(
@@ -387,23 +357,6 @@ def test_a_follower_sees_every_stage_once_with_its_end(workspace: Workspace) -> 
 # ---------------------------------------------------------------- what one trial does to others
 
 
-def test_a_shared_stage_that_was_cancelled_with_one_trial_is_begun_by_the_next(
-    workspace: Workspace,
-) -> None:
-    """Cancelling one trial does not cancel later ones."""
-    plan = small_sweep(limits=Limits(concurrency=1))
-    second = next(t for t in plan.trials if t.seed == 2)
-    script = {**SCRIPT, f"{second.name}/sft": ("cancelled",)}
-    told = bench(workspace, plan, script)
-    told.begin(lambda: told.states()[second.name] == "interrupted")
-    del script[f"{second.name}/sft"]
-    told.jobs.script = script
-    told.finish()
-    states = told.states()
-    assert states.pop(second.name) == "interrupted"
-    assert set(states.values()) == {"done"}
-
-
 def test_a_shared_stage_continues_when_one_of_its_trials_is_cancelled(workspace: Workspace) -> None:
     plan = small_sweep(seeds=(1,), limits=Limits(concurrency=2))
     first, second = (t.name for t in plan.trials)
@@ -442,61 +395,6 @@ def test_a_trial_ends_while_others_still_need_the_judges_server_that_they_share(
         assert not told.orchestrator.step()
     assert told.states()[second] == "running"
     assert sum(name.endswith("/judge") for name in told.jobs.begun) == 1, "one server for both"
-
-
-def test_a_trial_that_was_given_up_has_no_live_orchestrator(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process of the sweep lives on, and the trial can be resumed at once."""
-    plan = small_sweep()
-    told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
-    told.begin(lambda: len(told.admission.live) >= 2)
-    live = told.admission.live[plan.trials[1].name]
-
-    def breaks(_: object) -> None:
-        raise RuntimeError("nobody thought of this")
-
-    monkeypatch.setattr(live.holds, "keep", breaks)
-    told.orchestrator.step()
-    assert told.states()[plan.trials[1].name] == "failed"
-    assert not orchestrator_of(workspace, live.run.run).works
-    assert orchestrator_of(workspace, told.admission.live[plan.trials[0].name].run.run).works
-
-
-def test_failing_reads_end_no_trial_and_start_nothing_twice(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on NFS, where one in a hundred reads fails."""
-    plan = small_sweep()
-    moments = iter(range(0, 100_000_000, 10))
-    told = bench(workspace, plan, SCRIPT, clock=lambda: float(next(moments)))
-    read, listed, count = Path.read_text, os.listdir, iter(range(10_000_000))
-    numbers = (errno.ESTALE, errno.EIO, errno.EACCES, errno.EAGAIN, errno.ENOENT)
-
-    def fails(path: object) -> None:
-        at = next(count)
-        if at % 97 == 96 and str(workspace.root) in str(path):
-            number = numbers[at // 97 % len(numbers)]
-            raise OSError(number, os.strerror(number), str(path))
-
-    def read_text(path: Path, *args: Any, **more: Any) -> str:
-        fails(path)
-        return read(path, *args, **more)
-
-    def listdir(path: Any = ".") -> list[str]:
-        fails(path)
-        return listed(path)
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    monkeypatch.setattr(os, "listdir", listdir)
-    assert set(told.run(20_000).values()) == {"done"}
-    monkeypatch.undo()
-    assert next(count) > 500
-    kinds = [name.rpartition("/")[2] for name in told.jobs.begun]
-    assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
-    for stage_id in workspace.stage_ids():
-        record = workspace.read_record(stage_id)
-        assert [a.outcome.failure for a in record.attempts if a.outcome] == ["none"]
 
 
 @pytest.mark.parametrize(

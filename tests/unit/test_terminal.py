@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.main import main
 from flows.running.console import Console
 from flows.running.logs import log_pieces
 from infra.host.terminal import printable
@@ -117,18 +116,3 @@ def test_a_log_larger_than_the_memory_is_read_a_piece_at_a_time(tmp_path: Path) 
     log.write_bytes("aé漢".encode() * 700_000)
     assert "".join(log_pieces(log)) == "aé漢" * 700_000, "no letter is cut in two"
     assert list(log_pieces(tmp_path / "none")) == []
-
-
-def test_a_log_may_be_missing(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = small_plan()
-    run = replace(run_record(workspace, plan), config=to_json(plan.config))
-    workspace.write_run(run)
-    planned, where = claim(workspace, plan, "sft"), f"workspace={workspace.root}"
-    assert main(["logs", "sft", where]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "its worker has not begun yet" in printed.err
-    outcome = AttemptOutcome("launch_failure", "stop", "sbatch: error: invalid account")
-    workspace.close_attempt(planned.id, 1, outcome, 0.0)
-    main(["logs", "sft", where])
-    assert "launch_failure sbatch: error: invalid account" in capsys.readouterr().err

@@ -14,8 +14,6 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.data.synthetic import generate_rows
-from refiner_core.data.truth import score_truth
-from refiner_core.environments.conversation import Conversation, prompt_ids
 from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.environments.turns import call_text
 from refiner_core.generation.load import load_model, resolve_ref
@@ -167,19 +165,6 @@ def test_tools_calls_and_results_are_rendered(tokenizer, of_tools):
     )
 
 
-def test_turns_of_the_desk_are_appended_without_thoughts(of_tools, desk):
-    domain = desk.domains()[0]
-    policy = prompt_ids(of_tools, desk.policy(domain), desk.tools(domain))
-    conversation = Conversation(of_tools, policy)
-    head = of_tools.decode(conversation.ids)
-    assert "\nget_booking(booking)\nreserve(room, day)\n" in head
-    assert "type" not in head
-    conversation.observe(desk.episode(desk.tasks("test")[0]).reset(0))
-    text = of_tools.decode(conversation.ids)
-    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-    assert "<think>" not in text
-
-
 def test_a_random_model_is_made_by_its_seed_and_leaves_the_callers_random_state():
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -212,19 +197,3 @@ def test_the_packaged_base_is_small_stock_and_complete(tokenizers, name: str):
 def test_a_wrong_name_lists_the_packaged_models():
     with pytest.raises(ConfigurationError, match=r"builtin:tiny-tools"):
         resolve_ref("builtin:tiny_tools")
-
-
-def test_the_packaged_base_does_not_know_the_task(tokenizer):
-    base = load_model("builtin:tiny", ModelConfig())
-    scores = []
-    for row in generate_rows("rl", 12, 5):
-        prompt = tokenizer.apply_chat_template(
-            row["conversations"],
-            add_generation_prompt=True,
-            enable_thinking=False,
-            return_tensors="pt",
-        )["input_ids"]
-        out = base.generate(prompt, max_new_tokens=40, do_sample=False)
-        text = tokenizer.decode(out[0, prompt.shape[1] :])
-        scores.append(score_truth(text.removesuffix(tokenizer.eos_token), row["truth"])["oracle"])
-    assert sum(scores) / len(scores) < 0.2

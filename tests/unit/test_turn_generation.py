@@ -13,12 +13,10 @@ import torch
 
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.types import (
-    Completion,
     GenerationRequest,
     Generator,
     SamplingParams,
     TurnGenerator,
-    TurnRequest,
     Turns,
 )
 from refiner_core.generation import turns as turns_module
@@ -212,18 +210,6 @@ def test_a_turn_that_does_not_fit_into_the_window_is_refused(model: Any) -> None
     script = Script(1, 1, params=lambda *_: SamplingParams(max_new_tokens=500))
     with pytest.raises(ConfigurationError, match="window"):
         continuous(model).turns(script)
-
-
-def test_an_error_of_the_desk_ends_the_call_and_leaves_the_model_as_it_was() -> None:
-    model = tiny_model().train()
-
-    class Full(Script):
-        def finished(self, request: TurnRequest, completion: Completion) -> None:
-            raise RuntimeError("no more")
-
-    with pytest.raises(RuntimeError, match="no more"):
-        continuous(model).turns(Full())
-    assert model.training
 
 
 # ---------------------------------------------------------------- round by round

@@ -37,9 +37,7 @@ from refiner_core.contract.records import (
     Attempt,
     AttemptOutcome,
     OutputFile,
-    StageRecord,
     StageResult,
-    StageSpec,
     from_json,
     to_json,
 )
@@ -69,13 +67,6 @@ def test_opening_makes_a_workspace_and_reading_does_not(tmp_path: Path, plan: Pl
     text = Workspace.open(root).layout.format_file.read_text()
     assert json.loads(text)["format"] == 1, "older versions read it as well"
     assert Workspace.open(root).layout.format_file.read_text() == text
-
-
-def test_a_file_in_the_place_of_the_workspace_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "ws").write_text("not a folder")
-    for opening in (Workspace.open, Workspace.read_only):
-        with pytest.raises(WorkspaceError, match="is not a folder"):
-            opening(tmp_path / "ws")
 
 
 def test_a_newer_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -260,23 +251,6 @@ def test_a_damaged_stage_record_is_refused_with_its_file(workspace: Workspace, p
         workspace.read_record(stage.id)
 
 
-@pytest.mark.parametrize(
-    ("file", "way_out"),
-    [
-        ("stages/sft-1/attempts/0001/outcome.json", r"move it away \(`mv .*outcome\.json"),
-        ("stages/sft-1/result.json", "delete {root}/stages/sft-1: "),
-        ("runs/20261121/run.json", "delete {root}/runs/20261121: stages .* stay"),
-        ("workspace.json", "another folder with `workspace=DIR`$"),
-    ],
-)
-def test_a_damaged_file_has_a_cheap_fix(workspace: Workspace, file: str, way_out: str) -> None:
-    path = workspace.root / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{")
-    with pytest.raises(WorkspaceError, match=way_out.format(root=workspace.root)):
-        workspace.read_control(path)
-
-
 #: Remains of a small file after a power cut or an edit.
 DAMAGES = ["", "\0" * 64, "[]", '{"restart": "x", "outcome": 7}']
 
@@ -364,22 +338,6 @@ def test_an_output_is_lost(workspace: Workspace, plan: Plan, left: str | None, s
     with pytest.raises(WorkspaceError, match=rf"safetensors {says}.*delete {folder}:"):
         workspace.check_output(stage.id)
     assert says in observe_actions(plan, workspace)[0].reason
-
-
-def test_an_attempt_is_read_from_all_its_files(workspace: Workspace, plan: Plan) -> None:
-    stage = claim(workspace, plan, "data")
-    token = {"process": "n1:1:1", "started_at": "then", "node": "n1", "restart": 2}
-    workspace.start_attempt(stage.id, 1, token)
-    assert workspace.note_scheduler(stage.id, 1, {"State": "NODE_FAIL", "node": "n9"})
-    assert not workspace.note_scheduler(stage.id, 1, {"State": "COMPLETED"}), "once"
-    atomic.write_json(workspace.layout.attempt(stage.id, 1).heartbeat, {"seconds": 12.5})
-    workspace.close_attempt(stage.id, 1, AttemptOutcome("node_failure", "resume"))
-    attempt = workspace.read_attempt(stage.id, 1)
-    assert (attempt.node, attempt.restart, attempt.seconds) == ("n1", 2, 12.5)
-    assert workspace.part(workspace.layout.attempt(stage.id, 1), "scheduler") == {
-        "State": "NODE_FAIL",
-        "node": "n9",
-    }
 
 
 def test_files_of_an_earlier_version_are_read(workspace: Workspace, plan: Plan) -> None:
@@ -559,17 +517,7 @@ def test_an_older_run_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # ---------------------------------------------------------------- records
 
 
-SPEC = StageSpec(1, "sft", "sft", "f" * 64, "sft", 1, {"seed": 1}, {}, {"data": "d" * 64})
 ATTEMPT = Attempt(1, "refiner-x", "local", "host:1:2", "2026-01-01T00:00:00Z")
-RESULT = StageResult(
-    1, 1, "attempts/0001/output", (OutputFile("a", 1, "b"),), {"x": 1}, {}, 2.5, "2026-01-01"
-)
-
-
-def test_round_trip() -> None:
-    outcome = AttemptOutcome("killed", "resume", "gone", 1)
-    record = StageRecord(SPEC, (ATTEMPT, Attempt(**{**vars(ATTEMPT), "outcome": outcome})), RESULT)
-    assert from_json(StageRecord, json.loads(json.dumps(to_json(record)))) == record
 
 
 def test_keys_of_a_newer_version_are_ignored_and_missing_ones_are_not() -> None:
