@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 
 from flows.cli.main import main
 from tests.support.command import SMALL, Finished, refiner
-from tests.support.require import require
+from tests.support.quota import small_tmpfs
 
 ROW: dict[str, Any] = {
     "conversations": [
@@ -108,37 +106,8 @@ def test_rows_are_refused_by_line_and_taken_once_they_are_fixed(tmp_path: Path) 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on a file system of 3 MiB: enough to begin, not enough to finish."""
-    folder = tmp_path / "full"
-    folder.mkdir()
-    mounted = (
-        os.geteuid() == 0
-        and subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=3m", "refiner-test", str(folder)],
-            capture_output=True,
-            check=False,
-        ).returncode
-        == 0
-    )
-    require("quota", mounted, "needs root and mount(8)")
-    try:
+    with small_tmpfs(tmp_path / "full", mib=3) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.mark.quota
-def test_a_run_continues_after_a_full_disk_has_space_again(full_disk: Path) -> None:
-    arguments = (
-        *("run", "tiny", f"workspace={full_disk}/runs", *SMALL, "--no-server"),
-        *("disk.wait_min=0", "disk.hold_s=0"),
-    )
-    # Weights of 4 MB do not fit.
-    done = refiner(*arguments, "stages=[data,sft]")
-    assert done.code == 5, done.stderr
-    assert "Traceback" not in done.stderr
-    subprocess.run(["mount", "-o", "remount,size=200m", str(full_disk)], check=True)
-    done = refiner(*arguments, "stages=[data,sft]")
-    assert done.code == 0, done.stderr
 
 
 @pytest.mark.quota

@@ -40,20 +40,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("refiner pro", ["protocols", "prove-resume"]),
         ("refiner plan tiny-", ["FILE", "tiny-tools", "tiny-zero3"]),
         ("refiner plan tiny see", ["seed=42"]),
-        ("refiner plan tiny grpo.kl_", [f"grpo.kl_estimator=kl{n}" for n in (1, 2, 3, 4)]),
-        (
-            "refiner plan tiny grpo.health.max_",
-            ["grpo.health.max_truncated_share", "grpo.health.max_kl"],
-        ),
         ("refiner plan tiny judge.kind=", ["judge.kind=lexical", "judge.kind=openai"]),
         ("refiner plan tiny judge.kind = l", ["lexical"]),  # as bash parts words
-        ("refiner plan tiny dispatch.profile=gr", ["dispatch.profile=gres"]),
-        ("refiner plan tiny data.rl_path = m", ["FILE"]),
         ("refiner show grpo.kl", ["grpo.kl_estimator"]),
-        ("refiner show grpo.beta tiny-z", ["FILE", "tiny-zero3"]),
         ("refiner sweep kl-", ["FILE", "kl-tiny"]),
         ("refiner init --task a", ["agent"]),
-        ("refiner completion f", ["fish"]),
         ("refiner nonsense x", []),
     ],
 )

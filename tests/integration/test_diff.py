@@ -204,23 +204,8 @@ def test_trials_are_named_by_sweep_arm_and_seed(
         ("kl:beta-0.1/seed2", "has not begun"),
         ("kl:beta-0.2/seed1", "Did you mean"),
         ("kl", "a trial is SWEEP:ARM/seedN"),
+        ("nobody", "has no run 'nobody'"),
+        (f"{run.run.run}:gpro", "Did you mean"),
     ):
         assert main(["diff", word, run.run.run, where]) == 2
         assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nobody", "nothing"], "has no run 'nobody'"),
-        (["{run}"], "compares two, and was given 1"),
-        (["{run}:gpro", "{run}"], "Did you mean"),
-    ],
-)
-def test_a_name_that_cannot_be_meant_is_refused_with_what_there_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    run = RecordedRun(tmp_path, *TRAINED)
-    names = [word.format(run=run.run.run) for word in words]
-    assert main(["diff", *names, f"workspace={tmp_path}"]) == 2
-    assert said in capsys.readouterr().err

@@ -185,12 +185,11 @@ def test_lost_races_end(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.Mo
         does=lambda _: hub.add(REPO, {"notes.txt": b"%d" % next(number)}),
     )
     hub.faults = [fault]
-    before, waits = len(hub.log), list[int]()
-    monkeypatch.setattr(patience.TimeBudget, "wait", lambda _, nth, *__: not waits.append(nth))
+    before = len(hub.log)
+    monkeypatch.setattr(patience.TimeBudget, "wait", lambda *_: True)
     with pytest.raises(HubOutage, match="others keep on changing it"):
         target(hub, patience_s=0.2).publish(publication(tmp_path, 100))
     assert [r.status for r in hub.log[before:] if "/commit/" in r.path] == [412] * 8
-    assert waits == [1, 2, 3, 4, 5, 6, 7, 8], "ever longer, so that others come to their end"
 
 
 # ---------------------------------------------------------------- limits, outages, transfers
@@ -211,16 +210,6 @@ def test_short_outages_and_rate_limits_are_waited_for(hub: LoopbackHub, tmp_path
         hub.faults = [Fault("answer", where=writes_to("/put/"), status=429, headers=headers)]
         with pytest.raises(HubOutage, match="2700 s"):
             target(hub).publish(publication(tmp_path, 100))
-
-
-def test_a_hub_that_does_not_answer_is_given_up_on(hub: LoopbackHub, tmp_path: Path) -> None:
-    held = threading.Event()
-    hub.faults = [Fault("call", times=1000, does=lambda _: held.wait(20))]
-    try:
-        with pytest.raises(HubOutage, match="ReadTimeout"):
-            target(hub, patience_s=0.2, request_timeout_s=0.1).publish(publication(tmp_path, 50))
-    finally:
-        held.set()
 
 
 def test_a_transfer_that_corrupts_is_repeated(hub: LoopbackHub, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import pytest
 
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.errors import JudgeOutage
-from refiner_core.contract.types import JudgeRequest, JudgeUsage, PromptRow, RewardResult
+from refiner_core.contract.types import JudgeUsage, PromptRow, RewardResult
 from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges.context import JudgeContext, MemoryStore
 from refiner_core.judges.openai import OpenAIJudge
@@ -37,7 +37,6 @@ from tests.support.judge_server import (
     digest_of,
     verdict,
 )
-from tests.support.rewarding import ScriptedJudge
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -172,24 +171,6 @@ def test_bad_replies_to_thirty_percent_of_tries_cost_no_score() -> None:
     assert usage.failed == 0
 
 
-@pytest.mark.parametrize("share", [0.03, 0.1])
-def test_items_that_always_fail_take_no_other_with_them(share: float) -> None:
-    """More items than open a breaker fail every try, each in its own way."""
-    bad = (
-        *(Reply(status=500), Reply(status=503), Reply(status=400), Reply(drop=True)),
-        completion('{"score": 10}'),
-        completion('{"score": 2}', finish_reason="length"),
-    )
-    with (
-        JudgeServer(Faults(bad, share, always=True)) as server,
-        a_judge(server.base_url, max_retries=2, outage_patience_s=20.0) as judge,
-    ):
-        unscored = hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge))
-        hold_to_the_server(judge.usage(), server)
-    assert 0 < unscored < 1000 * share
-    assert judge.usage().failed >= 5
-
-
 # ---------------------------------------------------------------- servers that come and go
 
 
@@ -239,48 +220,6 @@ def test_a_server_killed_and_restarted_during_a_batch_costs_only_time(
     assert [bool(text) for text in told] == [True, False]
 
 
-def test_one_of_two_servers_dies_and_comes_back(process: JudgeProcess) -> None:
-    told: list[str] = []
-    with JudgeServer(lambda body, call: verdict(body, 0.02)) as other:
-        around = JudgeContext(on_pause=told.append)
-        judge = a_judge(other.base_url, around, base_urls=(process.base_url,), concurrency=16)
-        with judge:
-            later = Later(lambda: process.received > 20, process.kill)
-            assert hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge)) == 0
-            later.thread.join()
-            assert not told, "one that answers is enough"
-            before, alone = process.received, len(other.bodies)
-            process.start()
-            other_rows = [
-                item._replace(prompt=replace(item.prompt, question="Another?"))
-                for item in rollouts()
-            ]
-            results = compute_rewards(other_rows, REWARD, judge)
-            assert {r.status for r in results} == {"scored"}
-        assert process.received - before > 50, "it is asked again"
-        assert len(other.bodies) - alone > 50
-
-
-def test_after_an_outage_the_next_attempt_asks_only_the_rest(process: JudgeProcess) -> None:
-    store = MemoryStore()
-    with a_judge(
-        process.base_url, JudgeContext(store=store), outage_patience_s=0.5, concurrency=16
-    ) as judge:
-        later = Later(lambda: process.received > 100, process.kill)
-        with pytest.raises(JudgeOutage, match=f"127.0.0.1:{process.port}"):
-            compute_rewards(rollouts(), REWARD, judge)
-        later.thread.join()
-        scored = judge.usage().answers[200]
-    before = process.received
-    process.start()
-    with a_judge(process.base_url, JudgeContext(store=store)) as judge:
-        assert hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge)) == 0
-        usage = judge.usage()
-    assert scored > 50
-    assert usage.calls == process.received - before
-    assert usage.calls + scored == len({d for r in rollouts() for d in _questions(r)})
-
-
 def test_a_gateway_whose_backend_is_dead_is_an_outage_and_no_score() -> None:
     """It answers /models, so that only calls tell; no item is failed for it."""
     gone = threading.Event()
@@ -299,9 +238,3 @@ def test_a_gateway_whose_backend_is_dead_is_an_outage_and_no_score() -> None:
         compute_rewards(rollouts(), REWARD, judge)
     assert server.probes > 1
     assert judge.usage().failed == 0
-
-
-def _questions(item: RewardInput) -> list[JudgeRequest]:
-    judge = ScriptedJudge(lambda request: 1.0)
-    compute_rewards([item], REWARD, judge)
-    return judge.asked

@@ -25,7 +25,6 @@ from infra.judgements.segments import summarise
 from infra.judgements.store import WorkspaceStore
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
-from refiner_core.contract.errors import JudgeOutage
 from refiner_core.contract.types import JudgeRequest, Progress, StoredJudgement
 from tests.support.command import ROOT, environment, wait_until
 from tests.support.judge_server import JudgeServer, Reply, digest_of, verdict
@@ -153,25 +152,6 @@ def test_a_stage_reports_that_it_waits_for_its_judge(tmp_path: Path) -> None:
             stack.enter_context(server)
             assert {j.status for j in waiting.result()} == {"scored"}
         assert told[-1] == Progress(3, 10, "judge"), "the pause is over"
-
-
-def test_an_outage_leaves_no_judgement_behind(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "ws")
-    with JudgeServer(lambda body, call: Reply(status=503)) as server:
-        config = served(server, outage_patience_s=0.2, max_retries=1, timeout_s=2.0)
-        with judge_by_hand(config, workspace) as judge, contextlib.suppress(JudgeOutage):
-            found = judge.judge(QUESTIONS)
-            assert {j.status for j in found} == {"failed"}
-    with (
-        JudgeServer(lambda body, call: Reply(body="no JSON")) as server,
-        judge_by_hand(served(server, max_retries=0), workspace) as judge,
-    ):
-        assert {j.status for j in judge.judge(QUESTIONS)} == {"failed"}
-    assert summarise(workspace.layout.judgements)["judgements"] == 0
-    with JudgeServer(lambda body, call: verdict(body)) as server:
-        with judge_by_hand(served(server), workspace) as judge:
-            assert {j.status for j in judge.judge(QUESTIONS)} == {"scored"}
-        assert len(server.bodies) == len(QUESTIONS)
 
 
 # ---------------------------------------------------------------- the same question

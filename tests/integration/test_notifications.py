@@ -141,15 +141,6 @@ def test_a_failed_channel_is_reported_and_fails_no_run(
     assert (event["channel"], event["kind"]) == ("command", "finished")
 
 
-def test_an_outage_is_reported_once_not_per_retry(place: Place) -> None:
-    behaviour = {"steps": 4, "fail": "judge_outage", "fail_at_step": 2, "fails": 3}
-    done = told_run(place.root, {"command": place.command}, behaviour=behaviour)
-    assert done.exit_code == 0
-    assert done.views["data"].attempt == 4
-    assert place.kinds == ["paused", "finished"]
-    assert (place.told[0]["cause"], place.told[0]["stage"]) == ("judge_outage", "data")
-
-
 def test_ctrl_c_is_reported_on_request(place: Place) -> None:
     place.behave(steps=1000)
     process = place.start({"command": place.command, "on": ["stopped"]})

@@ -139,18 +139,6 @@ def test_ctrl_c_is_cancelled_and_resume_begins_anew(prefect: PrefectApi, tmp_pat
     assert ensure_server(5).pid == prefect.info.pid
 
 
-def test_a_killed_orchestrator_shows_as_crashed(prefect: PrefectApi, tmp_path: Path) -> None:
-    call = RecordedCall(tmp_path)
-    with call.worked_on() as process:
-        call.shows("data", "running")
-        eventually(lambda: in_state(prefect, call, "RUNNING"))
-        process.kill()
-        run = eventually(lambda: in_state(prefect, call, "CRASHED"), 30)
-    assert "was killed" in run["state"]["message"]
-    assert f"`refiner resume {call.run}" in run["state"]["message"]
-    eventually(lambda: states(prefect, run)["data"][0] == "CRASHED", 15)
-
-
 def follower_of(call: RecordedCall) -> psutil.Process:
     """The process that shows a call."""
     for process in psutil.process_iter(["cmdline"]):

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 from flows.publishing import facts_of_stage
-from flows.running.calls import make_recipe_plan
 from infra.hub.target import HubTarget
 from infra.publishing import Publication
 from refiner_core.cards.build import build_card
@@ -91,25 +90,6 @@ def test_a_repeated_stage_keeps_the_newer_card(hub: LoopbackHub, tmp_path: Path)
     assert not any(r.writes for r in hub.log[asked:])
     assert text(hub, "step-2") == before
     assert hub.refs(REPO) == refs, "nothing was committed"
-
-
-def test_a_published_recipe_plans_the_same_run(hub: LoopbackHub, tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        f"include: tiny\nworkspace: {tmp_path}/runs\n"
-        f"publish: {{target: hub, repo_id: {REPO}}}\ngrpo: {{num_training_steps: 6}}\n"
-    )
-    run = RecordedRun(tmp_path / "runs", recipe=str(path))
-    for name in ("data", "sft", "grpo"):
-        run.data() if name == "data" else run.train(name)
-    run.carry_out("publish")
-    downloaded = tmp_path / "elsewhere" / "recipe.yaml"
-    downloaded.parent.mkdir()
-    downloaded.write_text(text(hub, "main", "recipe.yaml"))
-    made = json.loads(text(hub, "main", "refiner.json"))["fingerprint"]
-    assert make_recipe_plan(str(downloaded)).by_name["grpo"].fingerprint == made
-    assert "refiner run recipe.yaml" in text(hub, "main")
-    assert REPO not in downloaded.read_text(), "no other user publishes there"
 
 
 # ---------------------------------------------------------------- tools of others

@@ -180,13 +180,10 @@ def test_a_failed_channel_is_recorded_and_fails_no_night(
     ("old", "new", "says"),
     [
         ("schedule:", "shedule:", "Did you mean 'schedule'"),
-        ('"0 3 * * *"', '"0 3,4 * * *"', "two occasions in one night"),
         ("timezone: UTC", "timezone: Mars/Base", "no time zone"),
         ("name: model,", "name: canary,", "Two checkpoints are called canary"),
         ("metrics: [oracle]", "metrics: [orcale]", "Did you mean 'oracle'"),
         ("canary: {folder", "canary: {newest: {recipe: tiny}, xfolder", "no field `xfolder`"),
-        ("recipe: tiny", "recipe: tinny", "Did you mean 'tiny'"),
-        ("timezone: UTC", "timezone: UTC\ntimezone: UTC", "has `timezone` .line [0-9]+. twice"),
         ("timezone: UTC", "timezone: " + "{a: " * 500 + "1" + "}" * 500, "nested too deeply"),
         ("- tracking.wandb=disabled", "- model.name_or_path=x", "named by `checkpoints`"),
         ("  metrics: [oracle]", "  channels: [{url: 'http://x/y'}]", "name of the environment"),
@@ -264,24 +261,15 @@ def test_the_newest_of_a_run_is_what_has_come_furthest(tmp_path: Path) -> None:
 
 
 def test_a_branch_of_the_hub_means_the_commit_that_it_is_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: LoopbackHub, workspace: Workspace
 ) -> None:
-    with LoopbackHub(tmp_path / "hub") as hub:
-        for name, value in (("HF_ENDPOINT", hub.url), ("HF_TOKEN", hub.token)):
-            monkeypatch.setenv(name, value)
-        import huggingface_hub
-
-        api = huggingface_hub.HfApi(endpoint=hub.url, token=hub.token)
-        api.create_repo("me/model")
-        (tmp_path / "config.json").write_text("{}")
-        made = api.upload_file(
-            path_or_fileobj=tmp_path / "config.json", path_in_repo="config.json", repo_id="me/model"
-        )
-        workspace = Workspace.open(tmp_path / "runs")
-        found = resolve(Checkpoint("m", CheckpointSource("hub", "me/model", "main")), workspace)
-        assert (found.revision, found.digest) == (made.oid, f"hub:me/model@{made.oid}")
-        with pytest.raises(ConfigurationError, match="no revision 'nope'"):
-            resolve(Checkpoint("m", CheckpointSource("hub", "me/model", "nope")), workspace)
+    hub.create("me/model")
+    hub.add("me/model", {"config.json": b"{}"})
+    commit = hub.refs("me/model")["heads/main"]
+    found = resolve(Checkpoint("m", CheckpointSource("hub", "me/model", "main")), workspace)
+    assert (found.revision, found.digest) == (commit, f"hub:me/model@{commit}")
+    with pytest.raises(ConfigurationError, match="no revision 'nope'"):
+        resolve(Checkpoint("m", CheckpointSource("hub", "me/model", "nope")), workspace)
 
 
 def test_serving_starts_with_the_first_unfinished_night(lab: NightLab) -> None:

@@ -7,8 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -27,10 +26,8 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from tests.support.command import wait_until
 from tests.support.plans import OWNER, small_plan
-from tests.support.quota import small_tmpfs
-from tests.unit.test_campaign_rounds import Cluster, campaign_of, events
+from tests.unit.test_campaign_rounds import Cluster, campaign_of
 
-NUMBERS = (errno.ESTALE, errno.ENOENT, errno.EAGAIN)
 RUNS = {"liveness": "live", "running": True, "state": "RUNNING"}
 
 
@@ -69,30 +66,6 @@ def ended(workspace: Workspace, stage: PlannedStage) -> list[bool]:
 
 def until(said: Callable[[], bool], what: object = "") -> None:
     wait_until(said, str(what), 30)
-
-
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda n: errno.errorcode[n])
-def test_failing_listings_are_an_outage_reported_once(workspace: Workspace, number: int) -> None:
-    plan = small_plan("data")
-    stage = begun(workspace, plan)
-    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
-    begins_in_it = number == errno.EAGAIN
-    if not begins_in_it:
-        campaign.start()
-    with unlistable("attempts", 10**9, number) as left:
-        if begins_in_it:
-            campaign.start()
-        until(lambda: bool(events(campaign, "outage")))
-        assert campaign.views()["data"].state == "paused"
-        left[0] = 0
-        until(lambda: campaign.views()["data"].state == "reattached")
-        until(lambda: bool(events(campaign, "back")))
-    assert len(events(campaign, "outage")) == len(events(campaign, "back")) == 1
-    assert stage.id in events(campaign, "outage")[0]["reason"]
-    states = [e["state"] for e in events(campaign, "stage")]
-    assert states[-2:] == ["paused", "reattached"]
-    assert ended(workspace, stage) == [False]
-    campaign.request_stop("the test is over")
 
 
 def test_a_lasting_outage_is_shown_and_ctrl_c_still_ends_the_call(workspace: Workspace) -> None:
@@ -153,44 +126,6 @@ def test_clock_steps_are_ignored(
     assert ended(workspace, plan.by_name["data"]) == [False]
     campaign.request_stop("the test is over")
     until(campaign.step)
-
-
-def test_read_only_files_end_nothing(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fail-over: nothing can be claimed, submitted, noted or closed."""
-    plan = small_plan("data", backoff_s=0.0, poll_s=0.01)
-    real, left = os.open, [8]
-    local = Unwilling(workspace, OSError(), 0)
-
-    def read_only(path: Any, flags: int, *args: Any, **more: Any) -> int:
-        if flags & os.O_CREAT and left[0]:
-            left[0] -= 1
-            raise OSError(errno.EROFS, "Read-only file system", str(path))
-        return real(path, flags, *args, **more)
-
-    campaign = campaign_of(workspace, plan, local)
-    campaign.start()
-    monkeypatch.setattr(os, "open", read_only)
-    until(lambda: not left[0] and campaign.views()["data"].job_id == "1", campaign.views())
-    monkeypatch.undo()
-    campaign.request_stop("the test is over")
-    assert campaign.join()["data"].state == "interrupted"
-
-
-@pytest.mark.quota
-def test_a_lack_of_inodes_is_named(tmp_path: Path) -> None:
-    plan = small_plan("data")
-    with small_tmpfs(tmp_path / "t", mib=64, inodes=40) as folder:
-        campaign = campaign_of(Workspace.open(folder / "w"), plan, Cluster(**RUNS))
-        campaign.begin()
-        with suppress(OSError):
-            for number in range(40):
-                (folder / str(number)).touch()
-        campaign.step()
-        campaign.step()
-        view = campaign.views()["data"]
-        assert view.state == "paused"
-        assert "inode" in view.message
-        assert "MiB are needed" not in view.message
 
 
 def test_an_empty_mount_is_an_outage(workspace: Workspace) -> None:

@@ -89,9 +89,7 @@ def test_the_best_is_one_publication_that_knows_every_candidate_and_its_numbers(
 @pytest.mark.parametrize(
     ("stages", "publish", "words"),
     [
-        ((), {"which": "listed"}, "save_freq` is 2"),
         ((), {"which": "listed", "steps": (3,)}, "save_freq` is 2"),
-        ((), {"which": "listed", "steps": (8,)}, "up to 6"),
         ((), {"which": "listed", "steps": (2, 2)}, "each once"),
         (("data", "sft", "publish"), {"which": "every-save"}, "depends on its data"),
         (
@@ -99,7 +97,6 @@ def test_the_best_is_one_publication_that_knows_every_candidate_and_its_numbers(
             {"which": "best"},
             "in evaluate.models, publish.evaluate=true",
         ),
-        ((), {"which": "best", "evaluate": False}, "in evaluate.models, publish.evaluate=true"),
         ((), {"which": "every-save", "per_step": "repository"}, "{step}"),
     ],
 )

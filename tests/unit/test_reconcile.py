@@ -375,14 +375,11 @@ def judge_record(*attempts: Attempt) -> tuple[PlannedStage, StageRecord]:
 JUDGE_LIVE = {JUDGE.id: AttemptStatus(1, "live")}
 
 
-def test_a_server_starts_when_a_stage_needs_it() -> None:
-    """GPUs are not taken for a judge while rows are still being prepared."""
-    actions = decide_served()
-    assert isinstance(actions["judge"], Wait)
-    assert isinstance(actions["data"], Launch)
-
-
 def test_a_trainer_is_launched_when_its_judge_answers_and_not_before() -> None:
+    """GPUs are not taken for a judge while rows are still being prepared."""
+    early = decide_served()
+    assert isinstance(early["judge"], Wait)
+    assert isinstance(early["data"], Launch)
     first = decide_served(SERVED_DATA)
     assert first["judge"] == Launch(JUDGE, 0)
     assert isinstance(first["grpo"], Wait)

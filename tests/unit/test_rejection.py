@@ -181,11 +181,8 @@ def with_changes(config: RecipeConfig, **changes: Any) -> RecipeConfig:
     [
         ({"sample__attempts": 0}, "sample.attempts"),
         ({"sample__temperature": 0.0}, "sample.temperature"),
-        ({"sample__top_p": 1.5}, "sample.top_p"),
         ({"rft__pack_length": 6200}, "rft.pack_length"),
-        ({"rft__nproc_per_node": 2}, "rft.gradient_accumulation_steps"),
         ({"rft__optimizer": "muon", "rft__deepspeed_stage": 2}, "rft.optimizer"),
-        ({"data__rl_path": None}, "data.rl_path"),
         (
             {"sample__generation_backend": "vllm", "grpo__vllm_tensor_parallel_size": 2},
             "sample.resources.gpus",

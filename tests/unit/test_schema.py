@@ -52,12 +52,9 @@ def test_shipped_recipes_fit(path: Path) -> None:
     "values",
     [
         {"grpo": {"bta": 0.1}},
-        {"grpoo": {}},
         {"seed": "one"},
         {"stages": ["data", "sfft"]},
         {"reward": {"paper_citation_weight": 1.5}},
-        {"grpo": {"num_training_steps": 0}},
-        {"judge": {"timeout_s": 0}},
         {"dispatch": {"retries": {"hung": -2}}},
     ],
 )

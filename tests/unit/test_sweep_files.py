@@ -109,7 +109,6 @@ def test_shipped_sweeps_are_found_by_name_and_have_a_question(name: str) -> None
         ({"factors": {"grpo.beta": ["a"]}}, r"`grpo.beta` is 'a'.*a number"),
         ({"factors": {"grpo.beta": [0, 0.0]}}, r"`factors: grpo.beta`.*has 0 twice"),
         ({"factors": {"model.revision": ["a b", "a/b"]}}, r"has a-b twice.*labels"),
-        ({"factors": {"model.revision": ["${seed}"]}}, r"takes its value from another field"),
         (
             {"zip": {"grpo.beta": [0, 1], "grpo.learning_rate": [1e-4]}},
             r"differ in length: grpo.beta has 2, grpo.learning_rate has 1",
@@ -118,13 +117,10 @@ def test_shipped_sweeps_are_found_by_name_and_have_a_question(name: str) -> None
             {"factors": {"grpo.beta": [0, 1]}, "arms": {"a": ["grpo.beta=2"]}},
             r"`grpo.beta`.*`factors`.*`arms`",
         ),
-        ({"arms": {"a": ["grpo.bta=1"]}}, r"no field 'grpo.bta'.*arms: a.*'grpo.beta'"),
-        ({"exclude": ["a"]}, r"`exclude`.*a list of \{field: value or label\}"),
         ({"arms": {"a": ["grpo.beta=1", "grpo.beta=2"]}}, r"`arms: a`.*has grpo.beta twice"),
         ({"seeds": 10**12}, r"`seeds` of sweep mine is 1000000000000.*at most 200,000"),
         ({"seeds": [3, 1, 3]}, r"`seeds` of sweep mine has 3 twice.*the same run"),
         ({"limits": {"concurrency": 0}}, r"`limits: concurrency` of sweep mine is 0"),
-        ({"limits": {"disk_gb": float("inf")}}, r"`limits: disk_gb` of sweep mine is inf"),
         ({"question": {"metric": 3}}, r"`question: metric` of sweep mine is 3.*a valid string"),
     ],
 )
@@ -137,7 +133,6 @@ def test_invalid_keys_are_refused_by_name(keys: dict[str, Any], said: str) -> No
     ("text", "said"),
     [
         ("recipe: [tiny", r"cannot be read"),
-        ("- recipe", r"not a mapping of fields"),
         ("", r"sweep file is empty"),
         ("recipe: " + "{a: " * 500 + "1" + "}" * 500, r"nested too deeply"),
         ("recipe: tiny\nseeds: 1\nseeds: 2", r"cannot be read.*seeds"),
@@ -236,7 +231,6 @@ def test_the_baseline_is_the_first_arm_or_the_one_that_is_named(baseline: Any, n
         ({"baseline": {"grpo.bta": 0}}, r"`baseline`.*`grpo.bta`.*does not vary.*'grpo.beta'"),
         ({"baseline": {"grpo.beta": 7}}, r"names 7 for `grpo.beta`.*none of its levels"),
         ({"exclude": [{"grpo.beta": 7}]}, r"`exclude`.*names 7 for `grpo.beta`"),
-        ({"exclude": [{"arm": "x"}]}, r"`exclude`.*names `arm`, which it does not vary"),
         ({"exclude": [{"grpo.beta": 0}, {"grpo.beta": 1}]}, r"leaves none of its 2 arms"),
         ({"zip": {WEIGHTS: [0, 0.1]}, "baseline": {"grpo.beta": 0}}, r"which 2 arms are"),
         ({"arms": {"A": [], "a": ["sft.weight_decay=1"]}}, r"would have the same name"),

@@ -20,7 +20,6 @@ from sweeps.definition import parse_sweep, shipped_sweeps
 from sweeps.values import SweepPlan
 
 WEIGHTS = "reward.paper_citation_weight"
-NO_PUBLISH = ["stages=[data, sft, grpo, evaluate]"]
 
 
 def planned(typed: Sequence[str] = (), **keys: Any) -> SweepPlan:
@@ -125,14 +124,9 @@ def test_a_field_that_follows_from_another_follows_in_every_trial(tmp_path: Path
             {"factors": {"grpo.resources.gpus": [1, 2]}},
             r"varies `grpo.resources.gpus`.*never what is computed.*overrides: \[grpo.resources",
         ),
-        ({"factors": {"evaluate.models": [["sft"], ["grpo"]]}}, r"not measured alike"),
         (
             {"factors": {"grpo.kl_estimator": ["kl2", "kl3"], "grpo.beta": [0, 0.1]}},
             r"beta=0\+kl_estimator=kl3.*`grpo.kl_estimator`.*`grpo.beta` is 0",
-        ),
-        (
-            {"overrides": NO_PUBLISH, "factors": {"publish.license": ["mit", "apache-2.0"]}},
-            r"`publish.license` is read by no stage that trains or measures",
         ),
         (
             {
@@ -145,13 +139,8 @@ def test_a_field_that_follows_from_another_follows_in_every_trial(tmp_path: Path
             {"overrides": ["publish.repo_id=me/{seed}"], "factors": {WEIGHTS: [0, 1]}},
             r"paper_citation_weight=0/seed1 and paper_citation_weight=1/seed1.*'me/1'.*fingerprint",
         ),
-        ({"overrides": ["grpo.bta=1"]}, r"The recipe of sweep mine: .*'grpo.bta'.*'grpo.beta'"),
         ({"question": {"metric": "orakle"}}, r"`question: metric`.*'orakle'.*'oracle'"),
         ({"question": {"protocol": "x"}}, r"`question: protocol`.*'x'.*evaluate.protocols=\[x\]"),
-        (
-            {"overrides": ["stages=[data, sft]"]},
-            r"asks for oracle, but its recipe evaluates nothing",
-        ),
         (
             {"factors": {"judge.model": ["lexical-1", "lexical-loose-1"]}},
             r"differ in `judge.model`.*measured differently.*held-out-reader-v1",
@@ -159,14 +148,6 @@ def test_a_field_that_follows_from_another_follows_in_every_trial(tmp_path: Path
         (
             {"factors": {WEIGHTS: [0, 0.5]}, "question": {"metric": "reward"}},
             r"differ in `reward.paper_citation_weight`.*how reward is measured",
-        ),
-        (
-            {
-                "overrides": ["evaluate.protocols=[held-out-reader-v1]"],
-                "factors": {"grpo.response_length": [32, 48]},
-                "question": {"metric": "oracle", "protocol": "held-out-reader-v1"},
-            },
-            r"`grpo.response_length`, which protocol held-out-reader-v1 leaves to the recipe",
         ),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,8 +18,7 @@ from infra.store.orchestrators import take_up
 from infra.store.sweep_records import read_sweep, trial_run
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
-from refiner_core.contract.errors import NoSpaceError
-from refiner_core.contract.records import RunRecord, SweepRecord
+from refiner_core.contract.records import SweepRecord
 from sweeps.forecast import ExceededLimit, History, SweepForecast, forecast_sweep
 from sweeps.values import Limits, SweepPlan
 from tests.support.sweeping import TRAINED, Bench, Jobs, bench, small_sweep
@@ -395,27 +393,3 @@ def test_a_trial_ends_while_others_still_need_the_judges_server_that_they_share(
         assert not told.orchestrator.step()
     assert told.states()[second] == "running"
     assert sum(name.endswith("/judge") for name in told.jobs.begun) == 1, "one server for both"
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EROFS, "Read-only file system"), NoSpaceError("The disk is full.")]
-)
-def test_a_trial_that_cannot_be_recorded_starts_later_with_its_cause(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    plan = small_sweep()
-    moments = iter(range(0, 100_000_000, 10))
-    told = bench(workspace, plan, SCRIPT, clock=lambda: float(next(moments)))
-    real, left = workspace.write_run, [20]
-
-    def write_run(run: RunRecord) -> None:
-        if left[0]:
-            left[0] -= 1
-            raise error
-        real(run)
-
-    monkeypatch.setattr(workspace, "write_run", write_run)
-    assert set(told.run().values()) == {"done"}
-    waits = [e for e in events(workspace, "trial") if e["state"] == "waiting"]
-    assert len(waits) == 1, "once"
-    assert str(error.args[-1]) in waits[0]["reason"]

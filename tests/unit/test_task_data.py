@@ -192,7 +192,6 @@ def test_a_held_out_task_is_known_by_its_id_within_its_domain(
     [
         ({"text": "no"}, r"rows\.jsonl:1 has no turns"),
         ({"messages": [{"role": "human", "content": "x"}]}, "turn 1 has the role 'human'"),
-        ({"messages": [USER]}, "no turn of the assistant"),
         (conversation(CALL, tools="{"), "`tools` that cannot be read"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": ["x"]}]}, "a tool call that"),
     ],
@@ -215,7 +214,6 @@ def test_an_environment_may_be_the_users_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "said"),
     [
-        ("import nothing_of_that_name", "Lamps", "cannot be imported: ModuleNotFoundError"),
         ("def Lamps(): pass", "Lamps", "cannot be made: TypeError"),
         ("def Lamps(config, user): return 3", "Lamps", "has no name, version"),
     ],

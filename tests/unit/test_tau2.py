@@ -188,7 +188,6 @@ def test_a_task_may_begin_in_the_middle_of_a_conversation(helpful: str) -> None:
 @pytest.mark.parametrize(
     ("calls", "failure"),
     [
-        ([print_line("7F"), DONE], "gave_up"),
         ([ToolCall("transfer_to_human_agents", {"summary": "no"}), DONE], "gave_up"),
         ([SEAT, DONE], "incomplete"),
         ([ToolCall("fly", {}), DONE], "wrong_tool"),
@@ -216,7 +215,6 @@ def test_failures_have_classes(calls: list[ToolCall], failure: str, helpful: str
         (Reply(drop=True), "user_down"),
         (said(None), "user_off_script"),
         (Reply(body='{"choices": []}'), "user_off_script"),
-        (said(None, [{"name": "press_button", "arguments": "{green"}]), "user_off_script"),
         (said(None, [{"name": "press_button", "arguments": '{"button": "x"}'}]), "user_off_script"),
         (said(f"Bye. {STOP}"), "user_off_script"),
     ],
@@ -318,12 +316,9 @@ def test_reward_info_becomes_checks_and_components(as_text: bool) -> None:
     "broken",
     [
         "",
-        "[]",
-        {"reward": True},
         {"reward": float("nan")},
         {"reward": 1.0, "reward_breakdown": {"NEW_BASIS": 1.0}},
         {"reward": 1.0, "action_checks": [{"action_match": True}]},
-        {"reward": 1.0, "communicate_checks": [{"info": "7F", "met": "yes"}]},
         {"reward": 1.0, "db_check": {}},
     ],
 )

@@ -97,17 +97,11 @@ def test_the_step_100_story_reads_as_one_line() -> None:
     ("attempt", "text"),
     [
         (ended("preempted", 99), "preempted after step 99 on n3"),
-        (ended("killed"), "killed without a message on n3"),
         (
             ended("killed", 3, "Rank 1 (process 7) was ended by SIGKILL. Expected all to live."),
             "killed: Rank 1 (process 7) was ended by SIGKILL after step 3 on n3",
         ),
-        (
-            ended("killed", None, "the worker ended without a message (killed, or a reboot)"),
-            "killed without a message on n3",
-        ),
         (ended("bug", 60, "KeyError: 'x'\nmore"), "bug: KeyError: 'x' after step 60 on n3"),
-        (replace(ended("cancelled", 60), node=""), "cancelled after step 60"),
     ],
 )
 def test_texts_of_incidents(attempt: Attempt, text: str) -> None:
@@ -128,7 +122,6 @@ def test_texts_of_incidents(attempt: Attempt, text: str) -> None:
             None,
             None,
         ),
-        (replace(ended("launch_failure"), started_at=None, seconds=None), SECOND, 0, 0.0),
         (replace(ended("killed", 100), seconds=None), SECOND, 1, None),
     ],
 )

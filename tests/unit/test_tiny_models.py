@@ -131,20 +131,6 @@ def test_words_of_the_desk_need_no_bytes(of_tools, desk):
         assert {s for s in spelled if s.isalpha() and s not in "ai"} <= allowed, text
 
 
-def test_chat_turns_are_rendered_with_and_without_thinking(tokenizer):
-    def rendered(turns: Any, *, thinking: bool, prompt: bool = False) -> str:
-        return tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking
-        )
-
-    asked = "<|im_start|>user\nHello<|im_end|>\n"
-    opened = f"{asked}<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert rendered(TALK[:1], thinking=False) == asked
-    assert rendered(TALK[:1], thinking=False, prompt=True) == opened
-    assert rendered(TALK, thinking=False) == opened + "<answer></answer><|im_end|>\n"
-    assert rendered(TALK[:1], thinking=True, prompt=True) == asked + "<|im_start|>assistant\n"
-
-
 def test_tools_calls_and_results_are_rendered(tokenizer, of_tools):
     turns = [
         {"role": "system", "content": "Be brief."},

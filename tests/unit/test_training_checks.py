@@ -36,36 +36,28 @@ COLOCATED = {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": T
         ({"grpo.pack_length": 304, "grpo.stop_strings": ("</answer>",)}, "pack_length=305"),
         ({"grpo.max_token_length": 300}, "longest response"),
         ({"grpo.num_samples_per_prompt_rollout": 1}, "at least 2"),
-        ({"grpo.temperature": 0.0}, "above zero"),
-        ({"grpo.stop_strings": ("",)}, "empty text"),
         ({"grpo.num_mini_batches": 7}, "divisor of 64"),
-        ({"grpo.num_mini_batches": 16}, "mini_batches=8"),
         # batches over processes
         ({"sft.nproc_per_node": 2}, "accumulation_steps=2"),
-        ({"sft.nproc_per_node": 6, "sft.per_device_train_batch_size": 4}, "accumulation_steps=2"),
         ({"grpo.nproc_per_node": 9}, "nproc_per_node=8"),
         ({**VLLM, "grpo.nproc_per_node": 12, "grpo.num_mini_batches": 8}, "12 processes"),
         # sharding
         ({"sft.optimizer": "adamw", "sft.offload_optimizer": True}, "ZeRO-1 to 3"),
-        ({"grpo.offload_optimizer": True, "grpo.deepspeed_stage": 0}, "deepspeed_stage` is 0"),
         ({"grpo.offload_param": True, "grpo.deepspeed_stage": 2}, "ZeRO-3"),
         ({"sft.optimizer": "muon", "sft.deepspeed_stage": 1}, "=adamw"),
         # kernels and machines
         (FLASH, r"sft\.resources\.gpus` is 0"),
         ({**FLASH, "sft.resources.gpus": 1, "grpo.resources.gpus": 1}, r"model\.dtype"),
-        ({**FLASH, "stages": ("data", "evaluate")}, r"evaluate\.resources\.gpus"),
         ({"grpo.resources.nodes": 2}, r"dispatch\.executor"),
         # GPUs of processes and servers
         ({"grpo.resources.gpus": 2, "grpo.nproc_per_node": 4}, "nproc_per_node=2"),
         ({**EIGHT_GPUS, "grpo.vllm_num_engines": 4, "grpo.nproc_per_node": 6}, "at most 4"),
-        ({**EIGHT_GPUS, "grpo.vllm_num_engines": 8}, "left for training"),
         (
             {**COLOCATED, "grpo.vllm_num_engines": 3, "grpo.vllm_tensor_parallel_size": 2},
             "engines` is 3, .*size` is 2, .*gpus` is 4 ",
         ),
         ({**VLLM, "grpo.vllm_tensor_parallel_size": 2}, "one process per server"),
         # older policies
-        ({"grpo.async_steps": 70}, "is 70"),
         (
             {"grpo.async_steps": 1, "grpo.truncated_importance_sampling_ratio_cap": 0.0},
             r"ratio_cap=2\.0",
@@ -91,8 +83,6 @@ def test_a_training_that_cannot_work_is_refused_with_the_numbers(
         {"sft.optimizer": "adamw", "sft.deepspeed_stage": 3},  # one process: slow, not wrong
         {"sft.deepspeed_stage": 0},  # ZeRO-0 keeps matrices whole, so that Muon works
         {"sft.nproc_per_node": 2, "sft.gradient_accumulation_steps": 3},  # the odd one is neutral
-        {"model.dtype": "bfloat16"},
-        {"model.gradient_checkpointing": True},
         {"grpo.async_steps": 1, "grpo.num_mini_batches": 2, "grpo.num_epochs": 2},
         {"grpo.async_steps": 1, "grpo.active_sampling": True},
         {"grpo.async_steps": 1, "grpo.old_logprobs": "sampler"}
@@ -100,7 +90,6 @@ def test_a_training_that_cannot_work_is_refused_with_the_numbers(
         {**VLLM, "grpo.vllm_num_engines": 2},  # servers on a CPU
         {**VLLM, "grpo.resources.gpus": 1, "grpo.rollout_server.colocate": True},
         {"grpo.offload_optimizer": True, "grpo.deepspeed_stage": 2, "grpo.nproc_per_node": 2},
-        {"sft.health.loss_spike": "off", "grpo.health.max_truncated_share": 1.0},
         {"sft.nproc_per_node": 64, "stages": ("data", "grpo")},  # a stage that is not there
     ],
 )
@@ -164,11 +153,6 @@ EIGHT = {**EIGHT_GPUS, **TWO_SERVERS}
 )
 def test_processes_and_servers_get_their_gpus(fields: dict[str, Any], expected: Placement) -> None:
     assert placed(fields) == expected
-
-
-def test_rollout_servers_are_of_grpo_alone() -> None:
-    fields = {"sft.resources.gpus": 8, **VLLM, "grpo.vllm_num_engines": 4}
-    assert placed(fields, "sft") == Placement(1, 8, tuple(range(8)), ())
 
 
 def test_no_gpu_is_given_twice() -> None:
