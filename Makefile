@@ -84,9 +84,7 @@ prove: setup  ## the long proofs: learning, recovery under faults, statistics, m
 
 bench: setup  ## speeds, each against its rival in one run
 	$(BIN)/python -m tests.bench
-	$(BIN)/python -m tests.bench.dispatch
 	$(BIN)/python -m tests.bench sweeps
-	$(BIN)/python -m tests.bench report
 	$(BIN)/python -m tests.bench startup
 	$(BIN)/python -m tests.bench episodes
 	$(BIN)/python -m tests.bench grpo_step

@@ -49,7 +49,6 @@ BENCHES = (
     "grpo_step",
     "judgements",
     "memory",
-    "report",
     "startup",
     "sweeps",
     "trainer",

@@ -224,19 +224,6 @@ def test_the_card_links_an_online_tracker(tmp_path: Path) -> None:
     assert address in run.report("publish")["card"]
 
 
-def test_a_local_file_is_named_without_its_folder_and_with_its_hash(tmp_path: Path) -> None:
-    rows = tmp_path / "private" / "rows.jsonl"
-    rows.parent.mkdir()
-    rows.write_text('{"question": "?"}\n')
-    run = finished_run(tmp_path / "runs", f"data.rl_path={rows}")
-    digest = hashlib.sha256(rows.read_bytes()).hexdigest()
-    rows.unlink()
-    facts = facts_of_stage(run.workspace, run.stage("card").id)
-    assert facts.sources == {"rows.jsonl": digest}
-    assert "data.rl_path=rows.jsonl" in facts.command
-    assert "private" not in card_of(run, "card")
-
-
 # ---------------------------------------------------------------- the best
 
 

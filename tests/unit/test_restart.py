@@ -171,35 +171,6 @@ def test_a_second_process_of_one_start_does_nothing(workspace: Workspace, plan: 
     assert outcome(workspace, stage, 1) is None
 
 
-def test_of_two_claims_one_wins(workspace: Workspace, stage: PlannedStage, plan: Plan) -> None:
-    workspace.close_attempt(stage.id, 1, AttemptOutcome("preempted", "resume"))
-    won: list[str] = []
-    barrier = threading.Barrier(6)
-
-    def restart() -> None:
-        barrier.wait()
-        try:
-            attempt_to_run(workspace, stage.id, 1, job(1), silent)
-        except AttemptClosed:
-            return
-        won.append("restart")
-
-    def orchestrate() -> None:
-        barrier.wait()
-        if workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "slurm", after=1)):
-            won.append("orchestrator")
-
-    threads = [threading.Thread(target=t) for t in (restart, orchestrate) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    # A restart that comes late finds the winner's claim, not started yet, and may start it; the
-    # token then decides.
-    assert len(won) - won[1:].count("restart") == 1
-    assert workspace.layout.stage(stage.id).attempt_numbers() == [1, 2]
-
-
 def test_a_local_worker_inside_an_allocation_is_no_job_of_its_own(
     workspace: Workspace, stage: PlannedStage, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

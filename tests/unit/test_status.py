@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +23,10 @@ from flows.running.status import (
     find_run,
 )
 from infra.host.processes import ProcessId
-from infra.jobs.dispatch import Router, read_only_router
+from infra.jobs.dispatch import Router
 from infra.jobs.dispatcher import AttemptRef, JobStatus, OpenAttempt
 from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import Attempt, AttemptOutcome, RunRecord, to_json
 from tests.support.plans import OWNER, claim, run_record, small_plan
@@ -188,14 +186,3 @@ def test_logs_follow_the_next_attempt(
     shown = capsys.readouterr()
     assert shown.out == "log 1 ü\nlog 2 ü\n"
     assert "attempt 1 ended: preempted" in shown.err
-
-
-def test_the_reason_for_an_unseen_cluster_is_shown(workspace: Workspace, tmp_path: Path) -> None:
-    gone = tmp_path / "gone.yaml"
-    router = read_only_router(DispatchConfig(executor="slurm", profile=str(gone)), workspace)
-    ref, attempt = (
-        AttemptRef("data-0123456789ab", 1),
-        Attempt(1, "c", "slurm", OWNER, "2026-11-21T01:00:00+00:00"),
-    )
-    reason = router.look([OpenAttempt(ref, attempt)])[ref].reason
-    assert str(gone) in reason

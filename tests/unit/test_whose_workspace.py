@@ -274,14 +274,3 @@ def test_two_users_can_share(common: Path, package: str, monkeypatch: pytest.Mon
     code = run_as(STRANGER, begin, str(common / "ws"), groups=(GROUP,), umask=0o002)
     told = run_as(COLLEAGUE, go_on, str(common / "ws"), groups=(GROUP,), umask=0o002)
     assert told == ["gone", "open", code]
-
-
-def test_code_is_read_only(tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SHARED, str(tmp_path))
-    before = os.umask(0)
-    try:
-        code = snapshot_code(Workspace.open(tmp_path / "ws"), [package])
-        for path in (code, *code.rglob("*")):
-            assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644)
-    finally:
-        os.umask(before)

@@ -393,23 +393,6 @@ def test_exclusive_writes_need_no_links(tmp_path: Path, monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- runs, code, provenance
 
 
-def test_requests_to_cancel_add_up(workspace: Workspace, plan: Plan) -> None:
-    run = run_record(workspace, plan).run
-
-    def asked() -> object:
-        found = workspace.cancel_asked(run)
-        return None if found is None else found["stages"]
-
-    assert asked() is None
-    assert workspace.request_cancel(run, "ana@login1", ["sft"])
-    assert not workspace.request_cancel(run, "bo@login2", ["sft"]), "asked for already"
-    assert workspace.request_cancel(run, "bo@login2", ["data"])
-    assert asked() == ["data", "sft"]
-    assert workspace.request_cancel(run, "ana@login1")
-    assert asked() == [], "the whole run"
-    assert not workspace.request_cancel(run, "bo@login2", ["sft"])
-
-
 def test_code_is_pinned_once_and_can_be_imported_from_there(workspace: Workspace) -> None:
     first, second = snapshot_code(workspace), snapshot_code(workspace)
     assert first == second
