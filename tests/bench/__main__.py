@@ -5,8 +5,6 @@ Prints one JSON line per pair: ``name``, ``ours``, ``rival``, ``ratio`` (above 1
 ratios, not seconds.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -15,8 +15,6 @@ turns and of what tools say are drawn once, and forced (nothing ends a turn but 
 takes time and no CPU, as a simulated user at another machine does.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 import statistics

@@ -16,8 +16,6 @@ counted) over seconds x :data:`PEAK_FLOPS` of the card. Sharing prompts saves wo
 counts, so ours also says its MFU over the positions that it computes (``mfu_computed``).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

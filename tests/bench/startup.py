@@ -6,8 +6,6 @@ Commands are processes of their own on an empty workspace; a first call of each 
 counted. Exits with 1 where a goal is missed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

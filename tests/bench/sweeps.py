@@ -7,8 +7,6 @@ after its imports and one small sweep (start-up is not counted), the best of thr
 which there is no goal, is measured once. Exits with 1 where a goal is missed.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Bad input ends in one paragraph, a documented exit code, and no lost work."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,14 +53,7 @@ def check_refusal(done: Finished, code: int, *says: str) -> None:
         (["logs", "grpo"], 2, ["No run is recorded"]),
     ],
 )
-def test_refused_before_anything_starts(
-    argv: list[str],
-    code: int,
-    says: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_refused_before_anything_starts(argv, code, says, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     check_refusal(Finished(main(argv), *capsys.readouterr()), code, *says)
     left = [p for p in tmp_path.rglob("*") if p.is_file() and p.name != "workspace.json"]

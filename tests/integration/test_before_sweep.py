@@ -1,7 +1,5 @@
 """The forecast of a sweep from the records of a workspace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`refiner card`: a card is checked against its evidence, files and records."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -99,9 +97,7 @@ def test_findings_for_scripts_are_json(folder: Path, capsys: Captured) -> None:
     assert (found["line"], found["rule"], found["severity"]) == (line, "evidence", "error")
 
 
-def test_weights_that_are_not_those_of_the_evidence_are_found(
-    folder: Path, capsys: Captured
-) -> None:
+def test_weights_that_are_not_those_of_the_evidence_are_found(folder: Path, capsys) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
     (folder / "config.json").unlink()
@@ -157,9 +153,7 @@ def test_the_same_records_give_the_same_card(run: RecordedRun, capsys: Captured)
     assert call(capsys, "show", where, "--json").json["as_published"] is True
 
 
-def test_a_changed_record_is_reported_as_a_changed_card(
-    run: RecordedRun, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_changed_record_is_reported_as_a_changed_card(run: RecordedRun, tmp_path, capsys) -> None:
     root = tmp_path / "runs"
     shutil.copytree(run.workspace.root, root)
     result = root / "stages" / run.stage("grpo").id / "result.json"

@@ -1,7 +1,5 @@
 """Completion of command lines in bash, zsh and fish."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select
@@ -138,9 +136,7 @@ def typed(shell: list[str], setup: str, keys: str, wanted: str, env: dict[str, s
         ),
     ],
 )
-def test_the_tab_key_works(
-    shell: str, setup: str, keys: str, wanted: str, on_path: dict[str, str]
-) -> None:
+def test_the_tab_key_works(shell, setup, keys, wanted, on_path: dict[str, str]) -> None:
     name, *_ = words = shell.split()
     require("shells", shutil.which(name), f"no {name} here")
     setup += f'eval "$(refiner completion {name} 2>/dev/null)"'

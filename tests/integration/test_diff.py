@@ -1,14 +1,10 @@
 """`refiner diff`: stages, fields, rows, steps and numbers that differ between two runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from flows.cli.main import main
 from flows.diffing.run_diff import Difference, diff_sides, difference_lines, next_commands
@@ -91,9 +87,7 @@ def test_two_executions_of_one_recipe_are_equal_though_their_times_are_not(tmp_p
     assert main([*words, "--other", str(tmp_path / "b"), "--exit-code"]) == 0
 
 
-def test_the_first_step_that_differs_is_found_with_its_rollout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_step_that_differs_is_found_with_its_rollout(tmp_path, capsys) -> None:
     """The first differing step and its sample are named."""
     one = _finished(tmp_path / "a", *TRAINED)
     other = _finished(tmp_path / "b", *TRAINED, parts_at=4)
@@ -184,9 +178,7 @@ def test_code_and_environment_are_listed_and_make_nothing_unequal(tmp_path: Path
     assert next_commands(found)[-1].startswith("diff -ru ")
 
 
-def test_trials_are_named_by_sweep_arm_and_seed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trials_are_named_by_sweep_arm_and_seed(tmp_path, capsys) -> None:
     run = RecordedRun(tmp_path, *TRAINED)
     stages = {s.name: s.id for s in run.plan.stages}
     trials = [TrialRecord("beta-0.1", seed, (), stages) for seed in (1, 2)]

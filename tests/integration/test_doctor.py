@@ -1,7 +1,5 @@
 """`refiner doctor`: findings about machine, packages, workspace, Slurm and services."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -55,9 +53,7 @@ def test_without_a_recipe_nothing_is_broken_and_nothing_is_left(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_recorded(
-    tmp_path: Path,
-) -> None:
+def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_recorded(tmp_path) -> None:
     asked = ("tiny", f"workspace={tmp_path / 'runs'}", VLLM, "grpo.rollout_server.python=/nope")
     ran = refiner("run", *asked, "--no-server")
     assert ran.code == 8
@@ -284,9 +280,7 @@ def test_a_judge_answers_a_real_question() -> None:
     assert "secret" not in repr(examine("tiny", secret, only=["judge"]))
 
 
-def test_an_unreachable_prefect_server_of_the_user_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unreachable_prefect_server_of_the_user_is_a_warning(monkeypatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:9/api")
     found = named(examine("tiny", only=["prefect"]), "prefect", "server")
     assert (found.state, found.fix) == ("warning", "unset PREFECT_API_URL")

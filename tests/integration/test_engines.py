@@ -3,8 +3,6 @@
 The ranks are started once for all tests (see :mod:`tests.support.engine_ranks`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

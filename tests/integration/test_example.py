@@ -3,8 +3,6 @@
 Its sweep is drawn, with rollouts beside it; matplotlib draws without a screen.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

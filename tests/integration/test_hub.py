@@ -3,8 +3,6 @@
 The Hub is on loopback over real git; the real client talks to it over HTTP.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -257,9 +255,7 @@ def test_a_stop_during_an_upload_publishes_nothing(hub: LoopbackHub, tmp_path: P
     assert weights(hub, "step-50") == b"w" * 200
 
 
-def test_private_weights(
-    hub: LoopbackHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_private_weights(hub: LoopbackHub, tmp_path, caplog) -> None:
     hub.create(REPO, private=False)
     with pytest.raises(HubRefused, match=r"public .*publish\.private=true"):
         target(hub).publish(publication(tmp_path, 50))

@@ -1,7 +1,5 @@
 """Publishing to a Hub that fails: interruptions at each request, refusals, races, corruption."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -240,9 +238,7 @@ def test_a_transfer_that_corrupts_is_repeated(hub: LoopbackHub, tmp_path: Path) 
         (READ_ONLY, r"403: You don't have the rights.*may write to me"),
     ],
 )
-def test_wrong_tokens_are_refused(
-    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, says: str
-) -> None:
+def test_wrong_tokens_are_refused(hub: LoopbackHub, tmp_path, monkeypatch, token, says) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(HubRefused, match=says):

@@ -1,7 +1,5 @@
 """`refiner init`: a folder with recipe, profile and README from flags."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -67,9 +65,7 @@ BIG = ("--base", "Qwen/Qwen3-4B")
         ([*BIG, "--task", "agent", "--gpus", "1", "--where", "slurm"], "fetch data sft sample rft"),
     ],
 )
-def test_every_combination_of_answers_is_ready_to_plan(
-    here: Path, words: list[str], stages: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_combination_of_answers_is_ready_to_plan(here: Path, words, stages, capsys) -> None:
     assert made("mine", "--yes", *words) == 0
     shown = capsys.readouterr()
     plan = make_recipe_plan("mine/recipe.yaml")
@@ -129,9 +125,7 @@ def test_nothing_is_ever_overwritten(here: Path, capsys: pytest.CaptureFixture[s
     assert file.read_text() == "mine"
 
 
-def test_a_recipe_that_cannot_be_planned_leaves_no_folder(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_that_cannot_be_planned_leaves_no_folder(here: Path, capsys) -> None:
     assert made("deep/mine", "--yes", "--task", "command", "--run", "train {modle}") == 2
     assert "{modle}" in capsys.readouterr().err
     assert list(here.iterdir()) == []
@@ -145,9 +139,7 @@ def test_scripts_get_json(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [s["name"] for s in value["stages"]][:2] == ["data", "sft"]
 
 
-def test_the_next_commands_of_its_readme_work(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_commands_of_its_readme_work(here: Path, monkeypatch, capsys) -> None:
     assert made("mine", "--yes", "--workspace", "apart") == 0
     monkeypatch.chdir(here / "mine")
     text = (here / "mine" / "README.md").read_text()
@@ -160,9 +152,7 @@ def test_the_next_commands_of_its_readme_work(
     capsys.readouterr()
 
 
-def test_a_cluster_offers_its_partitions(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_offers_its_partitions(here: Path, monkeypatch, capsys) -> None:
     tools = here / "tools"
     tools.mkdir()
     for name, said in (("sinfo", SINFO), ("sacctmgr", "lab\nlab\nother\n")):
@@ -181,9 +171,7 @@ def test_a_cluster_offers_its_partitions(
     assert "Did you mean 'gpu'" in capsys.readouterr().err
 
 
-def test_a_disk_that_fails_in_the_middle_leaves_nothing(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_in_the_middle_leaves_nothing(here: Path, monkeypatch) -> None:
     real = Path.open
 
     def failing(self: Path, mode: str = "r", **options: object) -> object:

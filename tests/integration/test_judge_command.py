@@ -1,7 +1,5 @@
 """`refiner judge` with judges of known defects, a sound judge, and servers that refuse."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -48,9 +46,7 @@ def at(server: JudgeServer, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("defect", _DEFECTS)
-def test_a_judges_defect_is_found_and_no_other(
-    defect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_judges_defect_is_found_and_no_other(defect: str, tmp_path, capsys) -> None:
     with JudgeServer(KnownJudge(defect)) as server:
         words = [nowhere(tmp_path), *at(server, "judge.form=batched"), "--repeats=2", "--json"]
         called = refiner(capsys, "judge", "report", *words)
@@ -80,9 +76,7 @@ def test_a_judges_defect_is_found_and_no_other(
 # ---------------------------------------------------------------- reports
 
 
-def test_the_lexical_judge_needs_no_server_and_a_served_one_needs_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_lexical_judge_needs_no_server_and_a_served_one_needs_its_own(tmp_path, capsys) -> None:
     called = refiner(capsys, "judge", "report", nowhere(tmp_path), "--sample=3", "--repeats=1")
     assert called.code == 0
     assert "3 questions, 6 answers" in called.stdout
@@ -95,9 +89,7 @@ def test_the_lexical_judge_needs_no_server_and_a_served_one_needs_its_own(
     assert "refiner judge servers" in called.stderr
 
 
-def test_two_judges_are_compared_and_the_files_hold_the_printed_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_judges_are_compared_and_the_files_hold_the_printed_report(tmp_path, capsys) -> None:
     with JudgeServer(KnownJudge()) as sound, JudgeServer(KnownJudge("first source")) as other:
         words = [nowhere(tmp_path), *at(sound), "--repeats=2", f"--out={tmp_path}/kept", "--json"]
         against = ["--against", f"judge.base_url={other.base_url}", "--against", "judge.model=n"]
@@ -132,9 +124,7 @@ def test_repeats_bypass_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_a_run_is_measured_on_its_own_answers(
-    evaluated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_measured_on_its_own_answers(evaluated: bool, tmp_path, capsys) -> None:
     run = RecordedRun(tmp_path / "runs", "reward.rubric_source=instance+static")
     run.data()
     run.train("sft")
@@ -196,9 +186,7 @@ def test_a_missing_server_is_named_by_address_and_a_refused_key_by_its_variable(
 
 
 @pytest.mark.parametrize("replies", ["0.5", "1"])
-def test_a_judge_on_another_scale_is_found_before_a_run_asks_it(
-    replies: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_judge_on_another_scale_is_found_before_a_run_asks_it(replies, tmp_path, capsys) -> None:
     """Rubrics take 0.5 and 1, sources only 0 or 2. A run asks both."""
     with JudgeServer(lambda body, call: completion(f'{{"score": {replies}}}')) as server:
         called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))

@@ -6,8 +6,6 @@ are those of that run over the same scored rollouts, exactly the rollouts with a
 are unscored, the judge's counts are those of the server, and nothing gets stuck.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import threading

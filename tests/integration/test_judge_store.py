@@ -1,7 +1,5 @@
 """The store of judgements: processes that share it and are killed, stages, and the command."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -67,9 +65,7 @@ def known(folder: Path, numbers: range) -> int:
 # ---------------------------------------------------------------- processes
 
 
-def test_processes_share_a_store_while_they_write_and_are_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_a_store_while_they_write_and_are_killed(tmp_path, monkeypatch) -> None:
     """One is killed while it writes; the other two lose nothing."""
     monkeypatch.setattr(store, "_LOOK_EVERY_S", 0.0)
     folder = tmp_path / "judgements"

@@ -1,7 +1,5 @@
 """Notifications are sent once, survive a killed orchestrator, and block nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal
@@ -130,9 +128,7 @@ def test_a_server_that_hangs_holds_up_no_end_and_no_other_channel(
     assert (left["channel"], left["kind"]) == ("TEAM_HOOK", "finished")
 
 
-def test_a_failed_channel_is_reported_and_fails_no_run(
-    place: Place, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_channel_is_reported_and_fails_no_run(place: Place, capfd) -> None:
     assert told_run(place.root, {"command": "exit 7"}).exit_code == 0
     assert "ended with code 7" in capfd.readouterr().err
     done = refiner("status", f"workspace={place.root}")

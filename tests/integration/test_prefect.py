@@ -1,7 +1,5 @@
 """Runs of a terminal as Prefect shows them, on a real server; the work never depends on it."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
@@ -148,9 +146,7 @@ def follower_of(call: RecordedCall) -> psutil.Process:
     raise AssertionError("no process shows the call")
 
 
-def test_the_next_run_closes_a_flow_run_without_follower(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_the_next_run_closes_a_flow_run_without_follower(prefect: PrefectApi, tmp_path) -> None:
     vanished, after = RecordedCall(tmp_path / "1"), RecordedCall(tmp_path / "2", "data")
     with vanished.worked_on() as process:
         vanished.shows("data", "running")
@@ -169,9 +165,7 @@ def test_the_next_run_closes_a_flow_run_without_follower(
         eventually(lambda: in_state(prefect, after, "COMPLETED"))
 
 
-def test_a_resume_continues_a_flow_run_without_follower(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_resume_continues_a_flow_run_without_follower(prefect: PrefectApi, tmp_path) -> None:
     call = RecordedCall(tmp_path, "data")
     with call.worked_on() as process:
         call.shows("data", "running")
@@ -256,9 +250,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, folder: Path, url: str) -> Iterat
     assert server_status().state == "yours", "none of ours was started"
 
 
-def test_a_dead_server_of_the_user_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_server_of_the_user_is_one_warning(tmp_path, monkeypatch) -> None:
     patch_router(monkeypatch)
     with elsewhere(monkeypatch, tmp_path / "state", "http://127.0.0.1:9/api"):
         assert told_run(tmp_path / "runs", {}, use_server=True).exit_code == 0

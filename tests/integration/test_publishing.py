@@ -1,7 +1,5 @@
 """Publications of a run on the Hub: a card for each step, and what plain tools read of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Pages of runs and sweeps in a real browser: from a file, without a network."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -147,9 +145,7 @@ def test_a_finished_page_stays_is_printed_whole_and_needs_no_scripts(
         *(("sweep", f"{n}_report") for n in ("one_arm", "nothing_done", "long_names")),
     ],
 )
-def test_small_and_strange_reports_have_a_whole_page(
-    browser: Page, show: Show, kind: str, name: str
-) -> None:
+def test_small_and_strange_reports_have_a_whole_page(browser: Page, show: Show, kind, name) -> None:
     show(kind, name)
     for view, title in views(kind):
         go(browser, view)

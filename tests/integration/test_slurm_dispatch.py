@@ -1,7 +1,5 @@
 """Dispatch on a real Slurm, without and with accounting: jobs, their ends, preemption, outages."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -195,9 +193,7 @@ def test_an_absent_controller_kills_no_job(campaign: Campaign, slurm: Cluster) -
     assert campaign.wait(request, lambda s: s.running).liveness == "live"
 
 
-def test_the_users_folders_shadow_nothing(
-    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_folders_shadow_nothing(slurm: Cluster, tmp_path, monkeypatch) -> None:
     for name in ("infra", "flows", "submitit", "cloudpickle"):
         (tmp_path / "cwd" / name).mkdir(parents=True)
         (tmp_path / "cwd" / name / "__init__.py").write_text(f"raise SystemExit('my {name}')")

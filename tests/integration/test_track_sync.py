@@ -1,7 +1,5 @@
 """Offline W&B runs reach a W&B server: real ones, made and sent by wandb itself."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

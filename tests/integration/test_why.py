@@ -1,7 +1,5 @@
 """`refiner why`: from a printed number to its samples and judgements."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -137,8 +135,6 @@ def test_a_number_is_found_by_any_count_of_digits(value: float, digits: int) -> 
         (("",), "was given nothing"),
     ],
 )
-def test_an_unknown_number_is_answered_with_near_ones(
-    run: RecordedRun, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
-) -> None:
+def test_an_unknown_number_is_answered_with_near_ones(run, capsys, words, said) -> None:
     assert main(["why", *words, f"workspace={run.workspace.root}"]) == 2
     assert said in capsys.readouterr().err

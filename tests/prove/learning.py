@@ -9,8 +9,6 @@ Prints one line per claim with its numbers, writes `learning.jsonl` into the wor
 with exit code 1 if a claim does not hold: a miss is shown, not hidden.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

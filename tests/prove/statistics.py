@@ -15,8 +15,6 @@
 Prints a line per cell and ends with 1 where something does not hold.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

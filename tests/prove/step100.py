@@ -12,8 +12,6 @@ byte and its loss trace to the last digit. Prints a line per claim and ends with
 does not hold. Needs root and the packages of :mod:`tests.support.slurm_cluster`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

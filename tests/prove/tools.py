@@ -10,8 +10,6 @@ with its numbers, writes `tools.jsonl` into the workspace, and ends with exit co
 not hold.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

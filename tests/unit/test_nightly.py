@@ -1,7 +1,5 @@
 """Nightly evaluations: one line per night and checkpoint, alerts, channels, files and weights."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
@@ -145,9 +143,7 @@ def test_another_protocol_starts_another_series(lab: NightLab) -> None:
 # ---------------------------------------------------------------- channels
 
 
-def test_a_failed_channel_is_recorded_and_fails_no_night(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_channel_is_recorded_and_fails_no_night(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("flows.notifying.channels._PAUSE_S", 0.0)
     command = f"cat >> {tmp_path}/told; echo >> {tmp_path}/told; printenv REFINER_ALERT_TITLE"
     alarms = f"channels: [{{command: '{command}'}}, {{url: LAB_HOOK}}]"

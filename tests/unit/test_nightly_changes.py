@@ -1,7 +1,5 @@
 """Changes and noise over many nights: false alarms, detection, calendar."""
 
-from __future__ import annotations
-
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, NamedTuple
 

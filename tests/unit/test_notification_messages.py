@@ -1,7 +1,5 @@
 """Notifications: messages, pauses, channels, and the section of a recipe."""
 
-from __future__ import annotations
-
 import json
 import socket
 import traceback
@@ -95,9 +93,7 @@ OUT, TRIES = StageState("judge_outage", "pauses after judge outage, 30 s more"),
         ((OUT,) + (TRIES,) * 9, []),
     ],
 )
-def test_a_lasting_pause_is_reported_once(
-    statuses: tuple[StageState, ...], expected: list[float]
-) -> None:
+def test_a_lasting_pause_is_reported_once(statuses, expected) -> None:
     assert told(Pauses(30.0), *statuses) == expected
 
 
@@ -192,9 +188,7 @@ def test_a_held_sweep_is_reported_once(sweep: Watched) -> None:
     ("before", "told_"),
     [(OrchestratorProcess("ended", exit_code=0), []), (OrchestratorProcess("gone"), ["finished"])],
 )
-def test_a_finished_sweep_is_reported_unless_it_was_before(
-    tmp_path: Path, before: OrchestratorProcess, told_: list[str]
-) -> None:
+def test_a_finished_sweep_is_reported_unless_it_was_before(tmp_path, before, told_) -> None:
     found = watched(tmp_path, dict.fromkeys("abcd", "done"), before, resumed=True)
     found.watching.over({})
     assert [kind for kind, _ in found.told] == told_
@@ -215,9 +209,7 @@ def test_a_finished_sweep_is_reported_unless_it_was_before(
         ("notify.after_min=-1", "zero or more"),
     ],
 )
-def test_a_section_that_cannot_work_is_refused_without_repeating_it(
-    override: str, says: str
-) -> None:
+def test_a_section_that_cannot_work_is_refused_without_repeating_it(override, says) -> None:
     from refiner_core.contract.checks.recipe import check_config
 
     with pytest.raises(ConfigurationError, match=says) as refused:
@@ -235,9 +227,7 @@ def test_notifications_change_no_stage_and_are_off_in_old_records() -> None:
     assert from_json(RecipeConfig, old).notify == NotifyConfig()
 
 
-def test_a_missing_address_is_reported_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_address_is_reported_before_the_run(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TEAM_HOOK", "json://host/")
     notify = NotifyConfig(urls=("TEAM_HOOK", str(tmp_path / "none")))
     warn_of_silence(replace(RecipeConfig(), notify=notify))
@@ -249,9 +239,7 @@ def test_a_missing_address_is_reported_before_the_run(
 # ---------------------------------------------------------------- how they go out
 
 
-def test_a_command_that_hangs_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_hangs_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(channels, "_COMMAND_S", 1.0)
     alarm = NotifyChannel("command", f"sleep 300 & echo $! > {tmp_path}/pid; wait")
     message = words.stopped(TOPIC, "why")
@@ -305,9 +293,7 @@ def test_a_failing_plugin_is_reported_without_the_address(monkeypatch: pytest.Mo
     assert "secret-path" not in "".join(traceback.format_exception(refused.value))
 
 
-def test_an_address_gets_the_format_of_its_service_and_a_redirect_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_address_gets_the_format_of_its_service_and_a_redirect_is_a_failure(monkeypatch) -> None:
     monkeypatch.setattr(channels, "_PAUSE_S", 0.0)
     message = words.stopped(TOPIC, "why")
     with Hook() as hook, Hook(statuses=(500, 503)) as other:

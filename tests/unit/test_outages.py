@@ -1,7 +1,5 @@
 """A file system or a scheduler that does not answer: the run waits, reports it once, continues."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -101,9 +99,7 @@ def test_status_shows_an_outage(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
-def test_clock_steps_are_ignored(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, step_s: float
-) -> None:
+def test_clock_steps_are_ignored(workspace: Workspace, monkeypatch, step_s: float) -> None:
     """Neither a process, nor a heartbeat, nor a lease is judged by the time of day."""
     plan = small_plan("data", heartbeat_timeout_s=600.0, hung_after_s=600.0)
     local = Unwilling(workspace, OSError(), 0)

@@ -1,7 +1,5 @@
 """Packs hold every token once, and what is in a pack cannot see its neighbours."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

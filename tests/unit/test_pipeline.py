@@ -1,7 +1,5 @@
 """Signals of a run on the terminal, and the markup of what Prefect is shown."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

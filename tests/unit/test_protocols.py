@@ -3,8 +3,6 @@
 Whole runs are in ``tests/integration/test_protocol_runs.py``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -97,9 +95,7 @@ def test_other_settings_are_those_of_the_recipe(tmp_path: Path) -> None:
     assert measured.evaluate == replace(config.evaluate, protocols=())
 
 
-def test_a_protocol_uses_the_recipes_servers_of_its_judge_unless_it_names_its_own(
-    tmp_path: Path,
-) -> None:
+def test_a_protocol_uses_the_recipes_servers_of_its_judge_unless_it_names_its_own(tmp_path) -> None:
     file = write(tmp_path, "judge: {kind: openai, model: m, form: batched}")
     where = ("judge.kind=openai", "judge.base_url=http://10.0.0.7:8000/v1", "judge.concurrency=7")
     mine = configs_under(tiny(file, more=(*where, "judge.model=m")))["mine"].judge

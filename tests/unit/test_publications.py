@@ -1,7 +1,5 @@
 """Publications during training: their stages, when each may begin, and held checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The bridge between rank 0 and its attempt: calls, errors, keys; whose failure counts."""
 
-from __future__ import annotations
-
 import errno
 import json
 import socket
@@ -272,9 +270,7 @@ CAUSE, STOPPED = ConfigurationError("mine"), Interrupted("stopped")
         ),
     ],
 )
-def test_the_first_cause_counts_and_not_its_consequence(
-    ended: LaunchFailure, cause: Exception
-) -> None:
+def test_the_first_cause_counts_and_not_its_consequence(ended, cause) -> None:
     assert error_of(ended) is cause
 
 

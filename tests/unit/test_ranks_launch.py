@@ -1,7 +1,5 @@
 """Launching ranks: how many, with which settings; and how the nodes of a job meet."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -97,9 +95,7 @@ def test_silent_connections_delay_no_node(tmp_path: Path, monkeypatch: pytest.Mo
         others.start(["true", "true"], {})
 
 
-def test_missing_nodes_are_awaited_up_to_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_nodes_are_awaited_up_to_the_limit(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(nodes, "_COME_S", 1.0)
     with (
         OtherNodes(tmp_path, SlurmJob("1"), 1) as others,

@@ -1,14 +1,11 @@
 """The next action per stage follows from records and observations alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from infra.jobs.dispatcher import Liveness
 from infra.jobs.failures import CLASSES, outcome_of
 from infra.orchestrator.reconcile import (
     Action,
@@ -148,9 +145,7 @@ QUEUES, HELD = "PENDING (Resources)", "PENDING (held)"
     ],
 )
 @pytest.mark.parametrize("stopping", [False, True])
-def test_an_open_attempt_waits_or_is_closed(
-    tried: Attempt, seen: AttemptStatus, expected: Action, stopping: bool
-) -> None:
+def test_an_open_attempt_waits_or_is_closed(tried, seen, expected, stopping) -> None:
     policy = replace(POLICY, stopping=stopping)
     assert decide([(DATA, record(DATA, tried))], {DATA.id: seen}, policy)["data"] == expected
 
@@ -172,9 +167,7 @@ def test_a_held_job_is_released_and_a_job_without_room_waits() -> None:
         (NO_ROOM, "preempted", "preempted"),  # the scheduler knows why
     ],
 )
-def test_the_class_of_a_silent_end(
-    tried: Attempt, silent: FailureClass | None, failure: FailureClass
-) -> None:
+def test_the_class_of_a_silent_end(tried, silent, failure) -> None:
     seen = (
         AttemptStatus(1, "dead", silent_end=outcome_of(silent))
         if silent
@@ -188,9 +181,7 @@ def test_the_class_of_a_silent_end(
 @pytest.mark.parametrize(
     "seen", [{}, {DATA.id: AttemptStatus(1, "unknown")}, {DATA.id: AttemptStatus(7, "dead")}]
 )
-def test_an_attempt_that_was_not_observed_is_never_given_up(
-    seen: Mapping[str, AttemptStatus],
-) -> None:
+def test_an_attempt_that_was_not_observed_is_never_given_up(seen) -> None:
     assert isinstance(decide([(DATA, record(DATA, attempt(1)))], seen)["data"], Wait)
 
 
@@ -467,9 +458,7 @@ def all_done() -> list[tuple[PlannedStage, StageRecord]]:
         ([attempt(1, "bad_configuration")], None, False),
     ],
 )
-def test_finished_recipes_need_no_server(
-    tries: list[Attempt], status: Liveness | None, live: bool
-) -> None:
+def test_finished_recipes_need_no_server(tries, status, live) -> None:
     """A server that failed when all had their answers fails nothing."""
     seen = {JUDGE.id: AttemptStatus(1, status)} if status else {}
     servers = [judge_record(*tries)] if tries else []

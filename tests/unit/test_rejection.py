@@ -1,7 +1,5 @@
 """Rejection sampling: kept attempts, scores as shares, loss on the ends of turns, and plans."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace
@@ -50,9 +48,7 @@ def whys(candidates: list[RejectionAttempt], **rule: Any) -> list[str]:
         ((0.2, 0.7, 0.7), {}, ["not_best", "best_partial", "not_best"]),  # the first of equals
     ],
 )
-def test_full_successes_are_kept_or_else_the_best_partial(
-    scores: tuple[float, ...], rule: dict[str, Any], expected: list[str]
-) -> None:
+def test_full_successes_are_kept_or_else_the_best_partial(scores, rule, expected) -> None:
     assert whys([candidate(i, score) for i, score in enumerate(scores)], **rule) == expected
 
 

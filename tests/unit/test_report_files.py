@@ -1,7 +1,5 @@
 """Files of a sweep's report: page, Markdown, tables and JSON."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib
@@ -44,9 +42,7 @@ NAN = float("nan")
         (0.5, NAN, 0.2, "0.500"),
     ],
 )
-def test_digits_follow_from_how_well_a_number_is_known(
-    value: float | None, low: float | None, high: float | None, text: str
-) -> None:
+def test_digits_follow_from_how_well_a_number_is_known(value, low, high, text) -> None:
     width = None if low is None or high is None else high - low
     assert with_interval(value, low, high, decimals_for(width, value)) == text
 
@@ -144,9 +140,7 @@ def workspace(tmp_path: Path) -> Workspace:
     return made
 
 
-def test_a_sweep_with_nothing_done_has_a_report(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_with_nothing_done_has_a_report(workspace: Workspace, capsys) -> None:
     assert main(["report", f"workspace={workspace.root}"]) == 0
     printed = capsys.readouterr()
     assert "There is no answer yet" in printed.out
@@ -158,9 +152,7 @@ def test_a_sweep_with_nothing_done_has_a_report(
     assert "No evaluation of this sweep has ended" in (folder / "report.html").read_text()
 
 
-def test_the_report_can_go_elsewhere_and_to_scripts(
-    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_can_go_elsewhere_and_to_scripts(workspace: Workspace, tmp_path, capsys) -> None:
     out = tmp_path / "elsewhere" / "here"
     words = ["report", "small", f"workspace={workspace.root}", "--out", str(out), "--json"]
     assert main(words) == 0
@@ -173,9 +165,7 @@ def test_the_report_can_go_elsewhere_and_to_scripts(
     assert "mine" not in (out / "report.md").read_text()
 
 
-def test_an_unwritable_workspace_is_reported_with_a_fix(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_workspace_is_reported_with_a_fix(workspace: Workspace, capsys) -> None:
     """For example on a read-only mount."""
     workspace.layout.reports.write_text("in the way")
     assert main(["report", f"workspace={workspace.root}"]) == 2
@@ -184,9 +174,7 @@ def test_an_unwritable_workspace_is_reported_with_a_fix(
     assert "--out DIR" in said
 
 
-def test_the_newest_sweep_is_the_one_that_was_launched_last(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_sweep_is_the_one_that_was_launched_last(workspace: Workspace, capsys) -> None:
     """An amended older sweep is newer than one that was begun after it."""
     first = read_sweep(workspace, "small")
     write_sweep(workspace, replace(first, name="between", started_at="2027-01-01T00:00:00+00:00"))

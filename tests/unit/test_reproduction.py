@@ -1,7 +1,5 @@
 """The command on a card makes the same model: planned again, it has the recorded fingerprint."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex
@@ -147,9 +145,7 @@ def test_a_local_file_is_named_without_its_folder(tmp_path: Path) -> None:
     assert fingerprint(found, made) == made.fingerprint
 
 
-def test_the_command_needs_the_files_and_no_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_needs_the_files_and_no_records(tmp_path, monkeypatch) -> None:
     """The command line alone, in a folder with the same files."""
     from refiner_core.models import tiny_model_dir
 

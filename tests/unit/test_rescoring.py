@@ -1,7 +1,5 @@
 """Rescoring: reuse of judgements, and numbers worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A job that Slurm restarts continues once; a worker knows the reason of each stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -99,9 +97,7 @@ def test_a_restart_takes_over_a_killed_restart(workspace: Workspace, stage: Plan
 
 
 @pytest.mark.parametrize("failure", ["preempted", "time_limit", "node_failure", "interrupted"])
-def test_resume_is_followed(
-    workspace: Workspace, stage: PlannedStage, failure: FailureClass
-) -> None:
+def test_resume_is_followed(workspace: Workspace, stage: PlannedStage, failure) -> None:
     workspace.close_attempt(stage.id, 1, AttemptOutcome(failure, "resume"))
     assert attempt_to_run(workspace, stage.id, 1, job(1), silent) == 2
     assert outcome(workspace, stage, 1) == failure

@@ -1,7 +1,5 @@
 """Rubrics: forms of rows, static sets and files, pinned wording, and selection."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -129,9 +127,7 @@ def write_set(path: Path, wording: str) -> Path:
     return path
 
 
-def test_a_stage_judges_by_its_planned_wording_and_is_refused_once_it_was_edited(
-    tmp_path: Path,
-) -> None:
+def test_a_stage_judges_by_its_planned_wording_and_is_refused_once_it_was_edited(tmp_path) -> None:
     path = write_set(tmp_path / "mine.yaml", "as planned")
     reward = RewardConfig(rubric_source="static", static_rubrics=str(path))
     config = replace(RecipeConfig(), reward=reward)

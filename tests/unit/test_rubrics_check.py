@@ -1,7 +1,5 @@
 """`refiner rubrics`: faults of rubrics are reported before a run depends on them."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -168,9 +166,7 @@ FAULT = "Confuses the bridge with the one in the next town."
         ([f"{{title: a, weight: 1, description: {SOUND}, weight: 5}}"], {"duplicate-key": 1}),
     ],
 )  # fmt: skip
-def test_sets_with_conflicting_rubrics_are_reported(
-    tmp_path: Path, entries: list[str], rules: dict[str, int]
-) -> None:
+def test_sets_with_conflicting_rubrics_are_reported(tmp_path, entries, rules) -> None:
     name = set_file(tmp_path, "rubrics:\n" + "".join(f"  - {entry}\n" for entry in entries))
     assert rules_of(name) == rules
 
@@ -237,9 +233,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_the_command_exits_by_its_findings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_exits_by_its_findings(tmp_path, capsys) -> None:
     warned = set_file(tmp_path, "rubrics:\n  - {title: a, description: Should not speculate.}\n")
     assert run(capsys, "check", "v3")[0] == 0
     code, out = run(capsys, "check", warned)

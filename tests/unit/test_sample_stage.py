@@ -1,7 +1,5 @@
 """The stage `sample`: it keeps what was sampled, and no interruption changes or loses it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """No setting holds a secret: it would be in records, logs, cards and trackers. One list of names
 says what a secret is, for settings, profiles, command lines and masks."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

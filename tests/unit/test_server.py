@@ -1,7 +1,5 @@
 """The Prefect server: one per user and node, started once; one that cannot be used is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -35,7 +33,6 @@ from infra.prefect_server import (
 )
 from refiner_core.contract.errors import (
     ConfigurationError,
-    RefinerError,
     UnsupportedError,
     WorkspaceError,
 )
@@ -177,9 +174,7 @@ def keyed(key: str | None) -> tuple[int, str]:
         (lambda key: (503, ""), ServerError, "answers 503"),
     ],
 )
-def test_unusable_servers(
-    serve: Serve, answer: Answer, kind: type[RefinerError], what: str
-) -> None:
+def test_unusable_servers(serve: Serve, answer, kind, what) -> None:
     info = serve(answer)
     with pytest.raises(kind) as refused:
         check_server(info)

@@ -1,7 +1,5 @@
 """What `make setup` asks pip for: a small torch where there is no GPU, checked hashes in CI."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks get every sample once, nearly equal work, and as many forward passes as each other."""
 
-from __future__ import annotations
-
 from itertools import groupby
 
 import pytest

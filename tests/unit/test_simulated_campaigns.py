@@ -4,8 +4,6 @@ Two dozen campaigns in virtual time (ten thousand in `make prove`), each under f
 from its seed; and deliberate bugs, which must be noticed (all of them in `make prove`).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 

@@ -1,7 +1,5 @@
 """The dispatcher of Slurm against small programs in place of its commands, and golden scripts."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -19,7 +17,6 @@ from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import (
     ConfigurationError,
     LaunchError,
-    RefinerError,
     UnsupportedError,
 )
 from tests.support.fake_slurm import FakeSlurm
@@ -139,9 +136,7 @@ def test_the_outer_jobs_settings_are_dropped(
         ("Slurm temporarily unable to accept job, sleeping and retrying", LaunchError),
     ],
 )
-def test_errors_of_sbatch(
-    fake: FakeSlurm, campaign: Campaign, said: str, kind: type[RefinerError]
-) -> None:
+def test_errors_of_sbatch(fake: FakeSlurm, campaign: Campaign, said, kind) -> None:
     fake.fail("sbatch", f"sbatch: error: {said}")
     one, two = campaign.claim(1), campaign.claim(2, resources=GPU)
     errors = campaign.dispatcher.submit([one, two])
@@ -216,9 +211,7 @@ def test_odd_names_of_other_jobs_are_harmless(fake: FakeSlurm, campaign: Campaig
     assert campaign.wait_dead(request).end.failure == "time_limit"
 
 
-def test_a_copied_workspace_kills_no_job(
-    fake: FakeSlurm, campaign: Campaign, tmp_path: Path
-) -> None:
+def test_a_copied_workspace_kills_no_job(fake: FakeSlurm, campaign: Campaign, tmp_path) -> None:
     """The job writes into the original: the copy says so, and begins anew."""
     (request,) = campaign.submit(campaign.claim())
     fake.set_jobs({"101": {**fake.jobs["101"], "state": "RUNNING"}})
@@ -236,9 +229,7 @@ def test_a_copied_workspace_kills_no_job(
 
 
 @pytest.mark.parametrize("seen", ["by a link", "moved"])
-def test_a_moved_workspace_is_no_copy(
-    fake: FakeSlurm, campaign: Campaign, tmp_path: Path, seen: str
-) -> None:
+def test_a_moved_workspace_is_no_copy(fake: FakeSlurm, campaign: Campaign, tmp_path, seen) -> None:
     (request,) = campaign.submit(campaign.claim())
     root = campaign.workspace.root
     if seen == "moved":

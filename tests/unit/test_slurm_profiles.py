@@ -1,7 +1,5 @@
 """Profiles of Slurm clusters: shipped ones load, wrong ones are refused with the fix."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Queries of a scheduler: rare, all jobs at once, and never wrongly certain."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

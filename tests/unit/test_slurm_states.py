@@ -1,7 +1,5 @@
 """The meaning of Slurm's states, reasons and log lines."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -75,9 +73,7 @@ def test_live_and_running_states() -> None:
         ),
     ],
 )
-def test_failure_classes_of_ends(
-    job: dict[str, Any], printed: str, failure: str, decision: str
-) -> None:
+def test_failure_classes_of_ends(job, printed, failure, decision) -> None:
     end = end_of(JobFacts("7", **job), True, printed)
     assert (end.failure, end.decision) == (failure, decision)
 

@@ -1,7 +1,5 @@
 """Metrics and rollouts once per step after interruptions, tracking, and the end of an attempt."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -88,9 +86,7 @@ def tracked(folder: Path) -> TrackedRun:
     return TrackedRun("sft-0123", "sft", "tiny", "sft", folder / "tracking", {"seed": 1})
 
 
-def test_a_tracker_that_fails_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_fails_is_one_warning(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now fails
     monkeypatch.setenv("WANDB_DIR", "")
     tracker = Tracker(TrackingConfig(wandb="offline"), tracked(tmp_path))

@@ -1,7 +1,5 @@
 """Intervals and differences: known values, coverage by simulation, refusals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

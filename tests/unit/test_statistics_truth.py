@@ -3,8 +3,6 @@
 A small part of ``python -m tests.prove.statistics``.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The status of a run: states, rates, its orchestrator, its logs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -129,9 +127,7 @@ def test_a_dead_process_is_followed_by_the_next(workspace: Workspace, run: RunRe
     assert workspace.newest_turn(run.run)[0] == 2
 
 
-def test_another_hosts_process(
-    workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_hosts_process(workspace: Workspace, run: RunRecord, monkeypatch) -> None:
     workspace.take_turn(run.run, 0, {"process": OWNER, "job": "17"})
     workspace.write_orchestrator(run.run, {"process": OWNER, "state": "running"})
     assert orchestrator_of(workspace, run.run).standing == "elsewhere"
@@ -142,9 +138,7 @@ def test_another_hosts_process(
     assert workspace.newest_turn(run.run)[1]["job"] == "17"
 
 
-def test_status_is_read_only(
-    workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_is_read_only(workspace: Workspace, run: RunRecord, capsys) -> None:
     before = sorted(p for p in workspace.root.rglob("*"))
     assert main(["status", f"workspace={workspace.root}"]) == 0
     shown = capsys.readouterr().out
@@ -157,9 +151,7 @@ def test_status_is_read_only(
     assert sorted(p for p in workspace.root.rglob("*")) == before
 
 
-def test_logs_of_a_worker_that_never_began(
-    workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_of_a_worker_that_never_began(workspace: Workspace, run: RunRecord, capsys) -> None:
     planned = claim(workspace, small_plan(), "sft")
     folder = workspace.layout.attempt(planned.id, 1).submitit
     folder.mkdir()
@@ -172,9 +164,7 @@ def test_logs_of_a_worker_that_never_began(
     assert "one of: 1" in capsys.readouterr().err
 
 
-def test_logs_follow_the_next_attempt(
-    workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_follow_the_next_attempt(workspace: Workspace, run: RunRecord, capsys) -> None:
     plan = small_plan()
     for number, failure in ((1, "preempted"), (2, "cancelled")):
         planned = claim(workspace, plan, "sft", after=number - 1)

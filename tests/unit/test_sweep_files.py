@@ -1,7 +1,5 @@
 """Sweep files: how they are read and refused, and the arms that follow from them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -281,9 +279,7 @@ def test_names_are_unique_and_fit_for_paths_and_shells(factors: dict[str, list[A
 
 @given(factors=FACTORS, data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_names_do_not_depend_on_the_order_of_keys_or_on_other_levels(
-    factors: dict[str, list[Any]], data: st.DataObject
-) -> None:
+def test_names_do_not_depend_on_the_order_of_keys_or_on_other_levels(factors, data) -> None:
     """A larger sweep keeps the names of its arms."""
     shuffled = dict(data.draw(st.permutations(list(factors.items()))))
     before = {a.name: a for a in make_arms(sweep(factors=factors))}

@@ -1,7 +1,5 @@
 """The forecast of a sweep: time, GPU-hours and judge calls from measurements alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

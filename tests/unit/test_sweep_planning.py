@@ -1,7 +1,5 @@
 """Planning of sweeps: trials, overrides, and refusals before a launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -151,9 +149,7 @@ def test_a_field_that_follows_from_another_follows_in_every_trial(tmp_path: Path
         ),
     ],
 )
-def test_a_sweep_that_could_show_nothing_is_refused_before_it_begins(
-    keys: dict[str, Any], said: str
-) -> None:
+def test_a_sweep_that_could_show_nothing_is_refused_before_it_begins(keys, said) -> None:
     with pytest.raises(RefinerError, match=rf"(?s){said}"):
         planned(**keys)
 
@@ -201,9 +197,7 @@ def test_the_dry_run_for_scripts_has_every_trial_with_its_stages(tmp_path: Path)
     assert {"forecast", "detectable", "warnings", "limits", "question"} <= value.keys()
 
 
-def test_a_protocol_file_that_measures_as_the_recipe_does_answers_its_question(
-    tmp_path: Path,
-) -> None:
+def test_a_protocol_file_that_measures_as_the_recipe_does_answers_its_question(tmp_path) -> None:
     """It has no stages of its own: its numbers are those of the recipe's own protocol."""
     base = load_recipe("tiny")
     own = {p: get_field(base, p) for p in FIELDS if p.startswith(("evaluate.", "reward."))}

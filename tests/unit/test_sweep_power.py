@@ -1,7 +1,5 @@
 """The effects that a planned sweep can detect."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The synthetic world: schema, truth, rubrics, and the random copier as a floor."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -5,8 +5,6 @@ REFINER_TAU2_PYTHON set to the Python of an environment that has tau2-bench, the
 are played on the real package, too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -331,9 +329,7 @@ def test_unknown_shapes_of_rewards_are_refused(broken: Any) -> None:
 # ---- tasks
 
 
-def test_tasks_tools_and_policy_are_those_of_the_package(
-    helpful: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_tools_and_policy_are_those_of_the_package(helpful: str, monkeypatch) -> None:
     environment = environment_at(helpful, "kiosk")
     first = environment.tasks("train")[0]
     assert (first.id, first.domain, first.split) == ("kiosk-0", "kiosk", "train")
@@ -383,9 +379,7 @@ def test_a_file_of_splits_replaces_those_of_the_package(helpful: str, tmp_path: 
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_the_recipe_is_planned_without_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_is_planned_without_the_package(tmp_path, monkeypatch) -> None:
     from flows.api import make_recipe_plan
     from flows.checking.resources import planning_notes
 
@@ -408,9 +402,7 @@ def test_the_recipe_is_planned_without_the_package(
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_the_package_for_chemistry_is_refused_unread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_package_for_chemistry_is_refused_unread(tmp_path, monkeypatch) -> None:
     (tmp_path / "tau2").mkdir()
     (tmp_path / "tau2" / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -421,9 +413,7 @@ def test_the_package_for_chemistry_is_refused_unread(
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_the_digest_follows_the_data_and_imports_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_follows_the_data_and_imports_nothing(tmp_path, monkeypatch) -> None:
     config = EnvironmentConfig(name="tau2", domains=("kiosk",))
     before = tau2_digest(config)
     assert "tau2" not in sys.modules

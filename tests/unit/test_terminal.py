@@ -1,8 +1,6 @@
 """Text of trainers, answers and judges sends no sequences to a terminal. A log is read in pieces,
 and a missing one has a reason."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

@@ -1,7 +1,5 @@
 """The incident timeline: the text and the cost of each way in which an attempt can end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -125,9 +123,7 @@ def test_texts_of_incidents(attempt: Attempt, text: str) -> None:
         (replace(ended("killed", 100), seconds=None), SECOND, 1, None),
     ],
 )
-def test_costs_of_incidents(
-    attempt: Attempt, after: Attempt, steps: int | None, seconds: float | None
-) -> None:
+def test_costs_of_incidents(attempt, after, steps, seconds) -> None:
     (found,) = timeline(attempt, after)
     assert (found.lost_steps, found.lost_seconds) == (steps, seconds)
 

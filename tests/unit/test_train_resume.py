@@ -1,7 +1,5 @@
 """A run that was interrupted anywhere and resumed is bitwise the run that was not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

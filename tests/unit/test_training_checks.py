@@ -1,7 +1,5 @@
 """Plans refuse trainings that cannot work, with the numbers and the field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -69,9 +67,7 @@ COLOCATED = {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": T
     ],
     ids=str,
 )
-def test_a_training_that_cannot_work_is_refused_with_the_numbers(
-    fields: dict[str, Any], says: str
-) -> None:
+def test_a_training_that_cannot_work_is_refused_with_the_numbers(fields, says) -> None:
     with pytest.raises(ConfigurationError, match=says) as refused:
         check_config(tiny(fields))
     assert all((refused.value.expected, refused.value.fix)), "the expected value and the fix"

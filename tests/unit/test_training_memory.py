@@ -1,7 +1,5 @@
 """Plans estimate the memory of a training, by arithmetic that can be checked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

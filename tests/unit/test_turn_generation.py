@@ -1,7 +1,5 @@
 """Turns of conversations on one model sample what single calls sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -114,9 +112,7 @@ def test_the_same_answers_of_the_desk_give_the_same_bits(model: Any) -> None:
     assert second.asked == first.asked
 
 
-def test_little_memory_makes_fewer_slots_and_changes_no_sample(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_little_memory_makes_fewer_slots_and_changes_no_sample(model: Any, monkeypatch) -> None:
     """Parked conversations lose their keys, and live ones wait, before memory runs out."""
     widest = []
     resize = _SlotCache.resize

@@ -1,7 +1,5 @@
 """Text to a tool call: what counts as a turn, and the name of each kind of bad turn."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

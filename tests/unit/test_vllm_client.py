@@ -1,7 +1,5 @@
 """Rollouts over HTTP against a server that keeps vLLM's traps; a client that ignores one fails."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -185,9 +183,7 @@ GOOD: dict[str, Any] = {
         ({"token_ids": [5, 6], "stop_reason": "w9"}, "none of the stop tokens"),
     ],
 )
-def test_an_answer_that_is_not_what_was_asked_for_is_never_trained_on(
-    change: dict[str, Any], said: str
-) -> None:
+def test_an_answer_that_is_not_what_was_asked_for_is_never_trained_on(change, said) -> None:
     def read(*choices: dict[str, Any]) -> Any:
         asked = SampleQuery(GenerationRequest((3, 4), 0), PLAIN, STOP, "1")
         return read_completion(json.dumps({"choices": choices}).encode(), asked)

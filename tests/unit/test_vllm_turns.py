@@ -1,7 +1,5 @@
 """Turns of conversations over HTTP sample what single requests sample."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """New weights on running servers: whole, checked, or refused."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -153,9 +151,7 @@ def test_a_lost_server_comes_back_with_the_current_weights(tmp_path: Path) -> No
         assert furthest(model, requests(), made) < 1e-4
 
 
-def test_sampling_is_refused_after_a_failed_sync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_is_refused_after_a_failed_sync(tmp_path, monkeypatch) -> None:
     """The servers have old weights, and samples would be called those of the new ones."""
     with fleet_of(InThreads(1), tmp_path) as fleet:
         fleet.sync(whole(tiny_model()), "0")

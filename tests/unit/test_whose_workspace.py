@@ -3,8 +3,6 @@
 Strangers and colleagues are other users of this machine (``tests/support/users.py``).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

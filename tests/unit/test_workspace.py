@@ -1,7 +1,5 @@
 """A workspace: opening, the data root, claims, records, atomic files, provenance."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -80,9 +78,7 @@ def test_a_newer_format_is_refused_before_anything_is_written(tmp_path: Path) ->
     ("number", "kind"),
     [(errno.EACCES, WorkspaceError), (errno.ENOSPC, NoSpaceError), (errno.EDQUOT, NoSpaceError)],
 )
-def test_a_folder_that_cannot_be_written_is_no_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
-) -> None:
+def test_a_folder_that_cannot_be_written_is_no_crash(tmp_path, monkeypatch, number, kind) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
