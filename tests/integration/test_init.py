@@ -76,9 +76,7 @@ def test_every_combination_of_answers_is_ready_to_plan(here: Path, words, stages
     assert plan.config.workspace == str(here / "mine" / "runs")
 
 
-def test_own_rows_are_checked_at_once_and_found_from_any_folder(
-    here: Path, rows: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_rows_are_found_from_any_folder(here: Path, rows: dict[str, Path], monkeypatch) -> None:
     assert made("mine", "--yes", "--sft", "rows/sft.jsonl", "--rl", "rows/rl.jsonl") == 0
     fingerprints = [s.fingerprint for s in make_recipe_plan("mine/recipe.yaml").stages]
     elsewhere = here / "elsewhere"
@@ -89,9 +87,7 @@ def test_own_rows_are_checked_at_once_and_found_from_any_folder(
     assert plan.config.data.sft_path == str(rows["sft"])
 
 
-def test_a_row_that_cannot_be_read_is_named_and_nothing_is_made(
-    here: Path, rows: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreadable_row_is_named(here: Path, rows: dict[str, Path], capsys) -> None:
     rows["rl"].write_text('{"conversations": []}\n')
     assert made("mine", "--rl", "rows/rl.jsonl") == 3
     assert "rl.jsonl:1" in capsys.readouterr().err
@@ -108,9 +104,7 @@ def test_a_row_that_cannot_be_read_is_named_and_nothing_is_made(
         (["--task", "agent", "--environment", "tau2"], "one of: desk"),
     ],
 )
-def test_an_answer_that_does_not_fit_is_refused_by_its_flag(
-    here: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_answer_is_refused_by_its_flag(here: Path, words, said, capsys) -> None:
     assert made("mine", "--yes", *words) == 2
     assert said in capsys.readouterr().err
     assert list(here.iterdir()) == []

@@ -152,9 +152,7 @@ def test_a_run_is_measured_on_its_own_answers(evaluated: bool, tmp_path, capsys)
 # ---------------------------------------------------------------- one question by hand
 
 
-def test_a_question_by_hand_shows_score_tokens_schema_or_the_reply_without_a_score(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_question_by_hand_shows_score_and_tokens_or_the_reply(tmp_path, capsys) -> None:
     usage = {"prompt_tokens": 321, "completion_tokens": 9}
     given = ["--question=Which crop?", "--answer=Wheat.", "--criterion=Names wheat."]
     with JudgeServer(lambda body, call: completion('{"score": 1}', usage=usage)) as server:
@@ -169,9 +167,7 @@ def test_a_question_by_hand_shows_score_tokens_schema_or_the_reply_without_a_sco
     assert "The answer is fine" in called.stdout
 
 
-def test_a_missing_server_is_named_by_address_and_a_refused_key_by_its_variable(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_server_and_a_refused_key_are_named(tmp_path, capsys, monkeypatch) -> None:
     words = ["judge.base_url=http://127.0.0.1:9/v1", "judge.model=m", "judge.outage_patience_s=0.2"]
     called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *words)
     assert called.code == 7

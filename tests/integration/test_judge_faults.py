@@ -195,9 +195,7 @@ def process(tmp_path: Path) -> Iterator[JudgeProcess]:
         yield running
 
 
-def test_a_server_killed_and_restarted_during_a_batch_costs_only_time(
-    process: JudgeProcess,
-) -> None:
+def test_a_server_restarted_during_a_batch_costs_only_time(process: JudgeProcess) -> None:
     told: list[str] = []
     around = JudgeContext(on_pause=told.append)
     with a_judge(process.base_url, around, concurrency=16) as judge:

@@ -178,9 +178,7 @@ def calls(tmp_path: Path) -> Callable[..., int]:
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_shows_the_store_and_deletes_it_on_request(
-    calls: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_disk_shows_and_deletes_the_store(calls: Callable[..., int], tmp_path, capsys) -> None:
     def disk(*words: str) -> Any:
         assert main(["disk", f"workspace={tmp_path / 'ws'}", *words, "--json"]) == 0
         return json.loads(capsys.readouterr().out)

@@ -91,9 +91,7 @@ def senders() -> list[psutil.Process]:
     return found
 
 
-def test_every_channel_reports_the_end_once_and_leaks_no_address(
-    place: Place, hook: Hook, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_every_channel_reports_the_end_without_its_address(place: Place, hook: Hook, capfd) -> None:
     fields = f'{place.command}; echo "$REFINER_KIND $REFINER_RUN" > {place.file}.fields'
     fields += f"; ps axww -o args > {place.file}.ps"
     notify = {"command": fields, "urls": ["TEAM_HOOK"]}
@@ -115,9 +113,7 @@ def test_every_channel_reports_the_end_once_and_leaks_no_address(
     assert "secret-path" not in processes
 
 
-def test_a_server_that_hangs_holds_up_no_end_and_no_other_channel(
-    place: Place, hook: Hook, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_hangs_delays_nothing(place: Place, hook: Hook, monkeypatch, capfd) -> None:
     hook.hangs = True
     monkeypatch.setattr(sender, "CATCH_UP_S", 0.5)
     told_run(place.root, {"command": place.command, "urls": ["TEAM_HOOK"]})

@@ -61,9 +61,7 @@ def show(browser: Page, made: Callable[[str, str, int], Path]) -> Iterator[Show]
 
 
 @both
-def test_text_can_be_read_in_light_and_dark_on_narrow_and_wide_screens(
-    browser: Page, show: Show, kind: str
-) -> None:
+def test_text_can_be_read_on_any_screen(browser: Page, show: Show, kind: str) -> None:
     try:
         for width, scheme in ((400, "light"), (1600, "dark")):
             size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -101,9 +99,7 @@ def test_hostile_text_is_shown_and_does_nothing(browser: Page, show: Show, kind:
 
 
 @both
-def test_a_running_page_loads_itself_again_and_stays_where_it_was(
-    browser: Page, show: Show, kind: str
-) -> None:
+def test_a_running_page_reloads_and_stays_in_place(browser: Page, show: Show, kind: str) -> None:
     view = {"run": "examples", "sweep": "cost"}[kind]
     show(kind, "running_report", f"v={view}&d=dark", reload_s=1)
     browser.run("window.first = true; scrollTo(0, 20)")
@@ -118,9 +114,7 @@ def test_a_running_page_loads_itself_again_and_stays_where_it_was(
 
 
 @both
-def test_a_finished_page_stays_is_printed_whole_and_needs_no_scripts(
-    browser: Page, show: Show, kind: str
-) -> None:
+def test_a_finished_page_prints_and_needs_no_scripts(browser: Page, show: Show, kind: str) -> None:
     show(kind, "full_report", reload_s=1)
     assert browser.run("document.body.dataset.reload") is None
     printed = base64.b64decode(browser.call("Page.printToPDF", printBackground=True)["data"])
@@ -242,9 +236,7 @@ def test_a_claim_leads_to_the_snippet_that_it_cites_and_back(browser: Page, show
     assert browser.run(f"{FOCUSED}.dataset.n") == "4"
 
 
-def test_curves_are_smoothed_drawn_on_a_logarithmic_axis_and_listed(
-    browser: Page, show: Show
-) -> None:
+def test_curves_are_smoothed_and_drawn_on_a_logarithmic_axis(browser: Page, show: Show) -> None:
     show("run", "full_report", "curves")
     ((name, _, first, last),) = drawn(browser)
     assert (name, first) == ("loss/train_avg", pytest.approx(4.6))
@@ -264,9 +256,7 @@ def test_curves_are_smoothed_drawn_on_a_logarithmic_axis_and_listed(
     assert cells[-1] == "3", "where nothing was logged is counted"
 
 
-def test_a_change_is_called_better_only_where_its_interval_keeps_clear_of_0(
-    browser: Page, show: Show
-) -> None:
+def test_better_needs_an_interval_clear_of_0(browser: Page, show: Show) -> None:
     show("run", "full_report")
     says = [" ".join(s.split()) for s in seen(browser, ".before-after tr td:nth-of-type(3)")]
     assert "▲ +0.170 [0.130, 0.210] better" in says

@@ -158,9 +158,7 @@ def test_a_failed_start_holds_the_job_until_its_release(slurm: Cluster, tmp_path
 
 
 @pytest.mark.parametrize("size", [1, 5])
-def test_a_crash_after_sbatch_loses_and_doubles_nothing(
-    campaign: Campaign, slurm: Cluster, size: int
-) -> None:
+def test_a_crash_after_sbatch_doubles_nothing(campaign: Campaign, slurm: Cluster, size) -> None:
     campaign.behave({"work_s": 1})
     requests = campaign.submit(*(campaign.claim(seed) for seed in range(size)))
     ids = [campaign.job_id(r) for r in requests]

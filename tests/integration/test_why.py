@@ -100,9 +100,7 @@ def test_several_numbers_are_listed_with_how_to_narrow(run: RecordedRun) -> None
     assert len(figures(run, "format_valid", "base", "greedy")) == 1
 
 
-def test_numbers_of_one_name_from_two_evaluations_are_distinguished(
-    run: RecordedRun, tmp_path: Path
-) -> None:
+def test_numbers_of_two_evaluations_are_distinguished(run: RecordedRun, tmp_path) -> None:
     copy = tmp_path / "runs"
     shutil.copytree(run.workspace.root, copy)
     other = RecordedRun(copy, "reward.paper_citation_weight=0.5")

@@ -33,9 +33,7 @@ def lab(tmp_path: Path) -> NightLab:
 # ---------------------------------------------------------------- once
 
 
-def test_a_night_is_a_line_for_each_checkpoint_and_a_second_call_changes_nothing(
-    lab: NightLab,
-) -> None:
+def test_a_night_has_a_line_per_checkpoint_and_is_done_once(lab: NightLab) -> None:
     first = lab.both(DAYS[0])
     assert (first.state, [e.state for e in first.entries]) == ("done", ["kept", "kept"])
     before = {p: p.read_bytes() for p in lab.records.folder.rglob("*.json")}
@@ -47,9 +45,7 @@ def test_a_night_is_a_line_for_each_checkpoint_and_a_second_call_changes_nothing
     assert {p: after[p] for p in before} == before, "history is never rewritten"
 
 
-def test_unchanged_weights_keep_their_numbers_and_the_canary_is_another_stage_each_night(
-    lab: NightLab,
-) -> None:
+def test_unchanged_weights_keep_their_numbers_and_the_canary_does_not(lab: NightLab) -> None:
     for day in DAYS[:3]:
         lab.both(day)
     rows = lab.records.rows()
@@ -256,9 +252,7 @@ def test_the_newest_of_a_run_is_what_has_come_furthest(tmp_path: Path) -> None:
         resolve(Checkpoint("x", CheckpointSource("stage", "grpo-000000000000")), run.workspace)
 
 
-def test_a_branch_of_the_hub_means_the_commit_that_it_is_at(
-    hub: LoopbackHub, workspace: Workspace
-) -> None:
+def test_a_branch_of_the_hub_means_its_commit(hub: LoopbackHub, workspace: Workspace) -> None:
     hub.create("me/model")
     hub.add("me/model", {"config.json": b"{}"})
     commit = hub.refs("me/model")["heads/main"]

@@ -267,10 +267,7 @@ def _is_running(pid: int) -> bool:
         ("json://127.0.0.1:{port}/secret-path", "did not take the message"),
     ],
 )
-def test_a_failed_address_is_reported_without_the_address(
-    text: str, says: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_a_failed_address_is_not_repeated(text, says, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(channels, "_TRIES", 1)
     file = tmp_path / "hook"
     with socket.socket() as free:

@@ -32,7 +32,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("step_s", [-HOUR_S, -5, 5, HOUR_S])
 def test_a_step_of_the_clock_makes_no_process_another(
-    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, step_s: int
+    sleeper: subprocess.Popen[bytes], monkeypatch, step_s
 ) -> None:
     """Set by NTP, or a virtual machine that was asleep: else a second worker would begin."""
     before = str(ProcessId.of(sleeper.pid))
@@ -53,7 +53,7 @@ def test_a_reused_pid_is_another_process(sleeper: subprocess.Popen[bytes]) -> No
 
 
 def test_without_a_boot_id_the_clock_identifies_a_process(
-    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    sleeper: subprocess.Popen[bytes], monkeypatch, tmp_path
 ) -> None:
     """Older versions have recorded none."""
     began = psutil.Process(sleeper.pid).create_time()

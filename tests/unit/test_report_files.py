@@ -183,9 +183,7 @@ def test_the_newest_sweep_is_the_one_that_was_launched_last(workspace: Workspace
     assert json.loads(capsys.readouterr().out)["sweep"] == "small"
 
 
-def test_a_sweep_that_is_not_there_is_named_with_the_nearest(
-    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_sweep_is_named_with_the_nearest(workspace: Workspace, tmp_path, capsys) -> None:
     assert main(["report", "smal", f"workspace={workspace.root}"]) == 2
     assert "Did you mean 'small'?" in capsys.readouterr().err
     assert main(["report", f"workspace={tmp_path / 'none'}"]) == 2

@@ -108,7 +108,7 @@ def test_resume_is_followed(workspace: Workspace, stage: PlannedStage, failure) 
     [("bug", "stop"), ("cancelled", "stop"), ("disk_full", "resume"), ("bug", "resume")],
 )
 def test_what_an_orchestrator_has_to_decide_is_left_to_one(
-    workspace: Workspace, stage: PlannedStage, failure: FailureClass, decision: str
+    workspace: Workspace, stage: PlannedStage, failure, decision
 ) -> None:
     workspace.close_attempt(stage.id, 1, AttemptOutcome(failure, decision))
     with pytest.raises(AttemptClosed, match=failure):
@@ -332,8 +332,8 @@ def test_the_outcome_names_the_request(run: Callable[[], AttemptRun], workspace:
     assert "by ana: stopped after step 4" in found.outcome.message
 
 
-def test_a_note_beside_the_attempt_stops_it_without_a_signal(
-    run: Callable[[], AttemptRun], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+def test_a_note_stops_an_attempt(
+    run: Callable[[], AttemptRun], workspace: Workspace, monkeypatch
 ) -> None:
     monkeypatch.setattr("infra.attempt.stage_io.INTERVAL_S", 0.01)
     with run() as attempt:

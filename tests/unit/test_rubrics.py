@@ -160,9 +160,7 @@ def test_a_stage_judges_by_its_planned_wording_and_is_refused_once_it_was_edited
         ("instance+static", True, "pn"),
     ],
 )
-def test_the_source_decides_which_rubrics_are_asked_and_logged(
-    source: Any, only_instance: bool, titles: str
-) -> None:
+def test_the_source_decides_which_rubrics_are_asked(source, only_instance, titles) -> None:
     """``instance_rubrics_only`` costs no judgement of a static rubric."""
     reward = replace(RewardConfig(), rubric_source=source, instance_rubrics_only=only_instance)
     assert "".join(r.title[0] for r in select_rubrics(ROW, reward)) == titles
@@ -197,9 +195,7 @@ def experiment(folder: Path) -> Path:
     return recipe
 
 
-def test_a_file_is_found_from_any_folder_beside_its_recipe_or_its_override(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_found_beside_its_recipe_or_its_override(tmp_path, monkeypatch) -> None:
     recipe = experiment(tmp_path / "mine")
     beside = load_recipe(str(recipe))
     monkeypatch.chdir(tmp_path / "mine")
@@ -216,9 +212,7 @@ def test_a_file_is_found_from_any_folder_beside_its_recipe_or_its_override(
     assert shipped.reward.static_rubrics == "v3", "names of shipped sets stay names"
 
 
-def test_stages_and_protocols_depend_on_the_content_of_rubrics_and_not_on_their_folder(
-    tmp_path: Path,
-) -> None:
+def test_stages_and_protocols_depend_on_the_content_of_rubrics_alone(tmp_path) -> None:
     def fingerprint(config: RecipeConfig) -> str:
         return make_plan(config, resolve_sources(config)).by_name["grpo"].fingerprint
 

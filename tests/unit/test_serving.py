@@ -310,9 +310,7 @@ def group_of(server: JudgeServerProcess) -> list[psutil.Process]:
         (replace(own(), model="served under another name"), "", "", 0),
     ],
 )
-def test_one_that_does_not_come_up_is_quoted_with_the_line_that_says_why(
-    tmp_path: Path, judge: JudgeConfig, says: str, failure: str, exit_code: int
-) -> None:
+def test_a_failed_start_is_quoted(tmp_path, judge, says, failure, exit_code) -> None:
     if not failure:
         with server_of(tmp_path, judge) as server:
             assert server.endpoint.key == "the-key-of-this-test"
@@ -339,9 +337,7 @@ def test_a_server_for_a_cluster_that_asks_for_no_key_is_not_used(tmp_path: Path)
         pass  # on loopback that is its own business
 
 
-def test_a_port_that_another_user_was_faster_to_take_gets_no_key_and_gives_no_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_port_taken_by_another_user_gets_no_key(tmp_path, monkeypatch, caplog) -> None:
     needs_users()
     judge = own(args=("--startup 0.5",))
     with thief() as other:

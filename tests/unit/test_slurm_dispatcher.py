@@ -109,9 +109,7 @@ def test_an_array_warns_before_its_slowest_save(fake: FakeSlurm, tmp_path: Path)
     assert "--signal=TERM@630" in (fake.folder / "101.sh").read_text()
 
 
-def test_the_outer_jobs_settings_are_dropped(
-    fake: FakeSlurm, campaign: Campaign, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outer_settings_are_dropped(fake: FakeSlurm, campaign: Campaign, monkeypatch) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SRUN_CPUS_PER_TASK", "SBATCH_JOB_NAME"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
@@ -239,9 +237,7 @@ def test_a_moved_workspace_is_no_copy(fake: FakeSlurm, campaign: Campaign, tmp_p
     assert Campaign(tmp_path / "there", poll_s=0.0).status(request).liveness == "live"
 
 
-def test_stop_reaches_running_jobs_kill_and_release_all(
-    fake: FakeSlurm, campaign: Campaign
-) -> None:
+def test_stop_reaches_running_jobs_and_kill_all(fake: FakeSlurm, campaign: Campaign) -> None:
     (request,) = campaign.submit(campaign.claim())
     assert not campaign.dispatcher.stop(campaign.open(request)), "it queues"
     assert fake.calls("scancel") == []
@@ -255,9 +251,7 @@ def test_stop_reaches_running_jobs_kill_and_release_all(
     assert fake.calls("scancel")[-1]["arguments"] == ["101"]
 
 
-def test_failing_commands_are_an_absent_scheduler(
-    fake: FakeSlurm, campaign: Campaign, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_commands_are_an_outage(fake: FakeSlurm, campaign: Campaign, monkeypatch) -> None:
     """A file system that hiccups, and a login node on which no more processes may be started."""
     (request,) = campaign.submit(campaign.claim())
     (fake.bin / "squeue").rename(fake.bin / "away")

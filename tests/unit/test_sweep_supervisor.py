@@ -118,9 +118,7 @@ def test_a_trial_whose_stages_are_others_by_now_is_another_run(workspace: Worksp
 # ---------------------------------------------------------------- what fails
 
 
-def test_a_shared_stage_that_fails_fails_those_that_need_it_and_is_not_tried_by_each(
-    workspace: Workspace,
-) -> None:
+def test_a_shared_stage_that_fails_is_tried_once_for_all(workspace: Workspace) -> None:
     plan = small_sweep(betas=(0.1, 0.2, 0.3))
     second = next(t for t in plan.trials if t.seed == 2)
     told = bench(workspace, plan, {**SCRIPT, f"{second.name}/sft": ("bad_data",)})
@@ -145,9 +143,7 @@ def test_a_failed_trial_is_retried_by_the_next_call_as_a_new_run(workspace: Work
 # ---------------------------------------------------------------- the canary
 
 
-def test_one_trial_goes_ahead_until_it_has_trained_two_steps_and_saved(
-    workspace: Workspace,
-) -> None:
+def test_one_trial_goes_ahead_until_its_first_save(workspace: Workspace) -> None:
     plan = small_sweep()
     told = bench(workspace, plan, SCRIPT)
     told.orchestrator.begin()
@@ -178,9 +174,7 @@ def test_a_canary_that_fails_releases_nothing(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize(("ends", "past"), [("bad_configuration", True), ("not_finite", False)])
-def test_other_trials_continue_past_the_canary_or_where_its_arm_is_the_cause(
-    workspace: Workspace, ends: str, past: bool
-) -> None:
+def test_other_trials_continue_past_the_canary(workspace: Workspace, ends, past) -> None:
     plan = small_sweep()
     first = plan.trials[0].name
     states = bench(workspace, plan, {**SCRIPT, f"{first}/grpo": (ends,)}, past_canary=past).run()
@@ -188,9 +182,7 @@ def test_other_trials_continue_past_the_canary_or_where_its_arm_is_the_cause(
     assert set(states.values()) == {"done"}
 
 
-def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_sweep(
-    workspace: Workspace,
-) -> None:
+def test_a_forecast_past_a_limit_holds_the_sweep(workspace: Workspace) -> None:
     """Its work is saved, and the same command continues."""
     plan = small_sweep()
 
@@ -374,9 +366,7 @@ def test_a_shared_stage_continues_when_one_of_its_trials_is_cancelled(workspace:
     assert told.jobs.begun == [f"{first}/{stage}" for stage in ("data", "sft", "grpo")]
 
 
-def test_a_trial_ends_while_others_still_need_the_judges_server_that_they_share(
-    workspace: Workspace,
-) -> None:
+def test_a_trial_ends_while_others_need_their_shared_server(workspace: Workspace) -> None:
     """Later trials start before the server ends."""
     judge = JudgeConfig(kind="openai", model="m", serve_command="serve --port {port}")
     plan = small_sweep("data", "grpo", seeds=(1,), limits=Limits(concurrency=2), judge=judge)

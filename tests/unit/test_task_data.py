@@ -70,9 +70,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return folder, prepared(config_of(DESK), folder)
 
 
-def test_prepared_tasks_and_demonstrations_are_those_of_the_environment(
-    desk: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_prepared_tasks_and_demonstrations(desk: tuple[Path, dict[str, Any]], tmp_path) -> None:
     folder, report = desk
     environment = open_environment(config_of(DESK), evaluation=False)
     for file, split in (("rl_train.parquet", "train"), ("rl_test.parquet", "test")):

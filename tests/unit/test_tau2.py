@@ -265,9 +265,7 @@ def test_assertions_are_asked_of_the_judge(score: float, reward: float, helpful:
     assert environment.describe()["excluded"] == []
 
 
-def test_a_failed_judge_is_an_infrastructure_error_and_a_missing_one_is_refused(
-    helpful: str,
-) -> None:
+def test_a_failed_judge_is_an_infrastructure_error(helpful: str) -> None:
     environment = environment_at(helpful, "kiosk", YesJudge(None))
     with pytest.raises(InfrastructureError) as caught:
         play(environment, task_of(environment, "2"), [SEAT, DONE])

@@ -116,13 +116,8 @@ def test_reading_runs_no_program_of_other_users(common: Path, package: str) -> N
         (0o777, True, True),
     ],
 )
-def test_a_folder_that_others_may_write_to_is_refused_unless_it_is_shared(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    inside: str,
-    mode: int,
-    declared: bool,
-    refused: bool,
+def test_a_writable_folder_is_refused(
+    tmp_path, monkeypatch, inside, mode, declared, refused
 ) -> None:
     Workspace.open(tmp_path / "ws")
     (tmp_path / "ws" / inside).chmod(mode)
