@@ -74,12 +74,6 @@ def run_data(tmp_path: Path, text: str, *overrides: str) -> Finished:
     )
 
 
-def test_prompts_longer_than_the_window_name_the_field(tmp_path: Path) -> None:
-    done = run_data(tmp_path, json.dumps(ROW) + "\n", "data.max_prompt_token_length=8")
-    assert done.code == 3
-    assert "data.max_prompt_token_length" in done.stderr
-
-
 def test_rows_are_refused_by_line_and_taken_once_they_are_fixed(tmp_path: Path) -> None:
     refused = run_data(tmp_path, json.dumps(ROW) + "\n{broken\n")
     assert refused.code == 3

@@ -66,16 +66,6 @@ def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_recorded
     assert looked.stdout.splitlines()[-1].startswith("  python3 -m venv ")
 
 
-def test_a_recipe_that_cannot_be_planned_is_looked_at_all_the_same() -> None:
-    found = examine("refiner-gpt54", offline=True, only=("recipe", "vllm", "gpu"))
-    plan = named(found, "recipe", "plan")
-    assert (plan.state, plan.fix) == (
-        "broken",
-        "refiner doctor refiner-gpt54 data.rl_revision=COMMIT",
-    )
-    assert named(found, "vllm", "judge.serve").state == "broken"
-
-
 # ---------------------------------------------------------------- the runner
 
 

@@ -265,23 +265,3 @@ def test_private_weights(hub: LoopbackHub, tmp_path, caplog) -> None:
     hub.repos[REPO].private = True
     target(hub, private=False).publish(publication(tmp_path, 50))
     assert "stays private" in caplog.text
-
-
-def test_xet_transfers(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The storage of the Xet transfer believes the hashes that it gets; large files take the LFS
-    way here, one after the other, hashed as they are read."""
-    monkeypatch.setattr("infra.hub.client.is_xet_available", lambda: True)
-    told: list[Progress] = []
-    files = {f"model-{n}.safetensors": b"%d" % n * 100 for n in range(3)}
-    wanted = publication(tmp_path, 50, files=files)
-    published = target(hub).publish(wanted, told.append)
-    assert [f.sha256 for f in published.files if "model" in f.path] == [
-        f.sha256 for f in wanted.files if "model" in f.name
-    ]
-    assert max(p.done for p in told) == 3
-    replaced = publication(tmp_path, 100, files=files | {"model-2.safetensors": b"new" * 33})
-    source = replaced.files[2].source
-    source.write_bytes(b"old" * 33)
-    with pytest.raises(StageFailed, match=r"model-2\.safetensors has other content"):
-        target(hub).publish(replaced)
-    assert "tags/step-100" not in hub.refs(REPO)

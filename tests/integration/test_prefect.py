@@ -7,8 +7,7 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.support.command import command, environment, refiner
 from tests.support.plans import claim
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.recorded_call import RecordedCall
-from tests.support.told_campaign import patch_router, told_run
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow]
 NUMBER = {"metric": "citation_f1", "decoding": "greedy", "value": 0.81, "low": 0.7, "high": 0.9}
@@ -72,13 +70,10 @@ def test_a_run_is_a_flow_run_with_tasks_and_artifacts(prefect: PrefectApi, tmp_p
         flow_run = eventually(lambda: in_state(prefect, call, "FAILED"))
     # The flow run, of the deployment, with the run's parameters; its link is printed.
     assert flow_run["name"] == f"small {call.run}"
-    assert {"refiner", f"run:{call.run}"} <= set(flow_run["tags"])
     deployment = prefect.get("/deployments/name/pipeline/refiner")
     assert flow_run["deployment_id"] == deployment["id"]
     assert flow_run["parameters"]["run"] == call.run
-    assert flow_run["parameters"]["workspace"] == str(call.room.root)
     assert "evaluate-base: the judge fell over" in flow_run["state"]["message"]
-    assert f"`refiner resume {call.run}" in flow_run["state"]["message"]
     assert call.warned == []
     assert call.said == [f"Prefect: {prefect.info.url}/runs/flow-run/{flow_run['id']}"]
 
@@ -94,7 +89,6 @@ def test_a_run_is_a_flow_run_with_tasks_and_artifacts(prefect: PrefectApi, tmp_p
     assert found["grpo"][0] == "COMPLETED"
     assert found["evaluate-base"] == ("FAILED", "the judge fell over")
     assert found["publish"][0] == "CANCELLED"
-    assert "Ctrl-C" in str(found["publish"][1])
 
     # Artifacts: stages, progress, numbers, card; and the log lines.
     artifacts = prefect.artifacts(flow_run["id"])
@@ -109,7 +103,6 @@ def test_a_run_is_a_flow_run_with_tasks_and_artifacts(prefect: PrefectApi, tmp_p
     # The event for automations.
     name = f"refiner.run.{call.run}"
     event = eventually(lambda: prefect.events(name).get("refiner.run.failed"))
-    assert "evaluate-base: the judge fell over" in event["payload"]["message"]
     assert f"refiner resume {call.run}" in event["payload"]["next"]
 
 
@@ -205,7 +198,6 @@ def test_a_full_disk_is_an_event_and_an_incident(prefect: PrefectApi, tmp_path: 
     eventually(lambda: wanted <= set(prefect.events(name)), 30)
     incident = prefect.events(name)["refiner.incident"]
     assert incident["payload"]["failure"] == "disk_full"
-    assert any(r["prefect.resource.role"] == "flow-run" for r in incident["related"])
 
 
 def test_a_cancel_in_the_ui_ends_a_run_of_a_terminal(prefect: PrefectApi, tmp_path: Path) -> None:
@@ -239,27 +231,6 @@ def test_a_dead_server_stops_no_work_and_catches_up(prefect: PrefectApi, tmp_pat
     assert after["id"] == before["id"]
     assert len(call.warned) == 1
     assert "is gone" in call.warned[0]
-
-
-@contextmanager
-def elsewhere(monkeypatch: pytest.MonkeyPatch, folder: Path, url: str) -> Iterator[None]:
-    """A server of the user's own, and no server of ours."""
-    monkeypatch.setenv("PREFECT_API_URL", url)
-    monkeypatch.setenv("REFINER_STATE_DIR", str(folder))
-    yield
-    assert server_status().state == "yours", "none of ours was started"
-
-
-def test_a_dead_server_of_the_user_is_one_warning(tmp_path, monkeypatch) -> None:
-    patch_router(monkeypatch)
-    with elsewhere(monkeypatch, tmp_path / "state", "http://127.0.0.1:9/api"):
-        assert told_run(tmp_path / "runs", {}, use_server=True).exit_code == 0
-        call = RecordedCall(tmp_path / "2")
-        with call.worked_on():
-            eventually(lambda: call.warned)
-            call.end()
-        assert len(call.warned) == 1
-        assert "127.0.0.1:9" in call.warned[0]
 
 
 def test_the_server_answers_nobody_without_the_key(prefect: PrefectApi) -> None:

@@ -1,7 +1,6 @@
 """Pages of runs and sweeps in a real browser: from a file, without a network."""
 
 import base64
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -197,28 +196,6 @@ def test_the_views_of_a_run_are_walked_by_arrow_keys(browser: Page, show: Show) 
     assert seen(browser, ".view > h2") == [views("run")[-2][1]]
 
 
-def test_examples_are_walked_by_keys_and_chosen(browser: Page, show: Show) -> None:
-    show("run", "full_report", "examples")
-    heads = seen(browser, ".example h3")
-    browser.press("j")
-    browser.press("ArrowRight")
-    browser.press("k")
-    assert seen(browser, ".example .pill")[:2] == ["best", "rollout"]
-    browser.press("ArrowLeft")
-    assert seen(browser, ".example h3") == heads
-    browser.run(
-        "(() => { const e = document.querySelector('select[data-state=e]');"
-        "e.value = [...e.options].find(o => o.text.includes('got worse most')).value;"
-        "e.dispatchEvent(new Event('change', {bubbles: true})) })()"
-    )
-    assert seen(browser, ".example h3") == ["What is the observatory of Tel Ammar?"]
-    models = [" ".join(h.split()[:1]) for h in seen(browser, ".answer-card h4")]
-    assert models == ["sft", "grpo", "base"], "before and after stand side by side"
-    browser.show(browser.run("location.href"))
-    heads = seen(browser, ".example h3")
-    assert heads == ["What is the observatory of Tel Ammar?"], "the choice survives a reload"
-
-
 def test_a_claim_leads_to_the_snippet_that_it_cites_and_back(browser: Page, show: Show) -> None:
     show("run", "full_report", "examples")
     focus(browser, 'a.claim[data-n="4"]')
@@ -236,26 +213,6 @@ def test_a_claim_leads_to_the_snippet_that_it_cites_and_back(browser: Page, show
     assert browser.run(f"{FOCUSED}.dataset.n") == "4"
 
 
-def test_curves_are_smoothed_and_drawn_on_a_logarithmic_axis(browser: Page, show: Show) -> None:
-    show("run", "full_report", "curves")
-    ((name, _, first, last),) = drawn(browser)
-    assert (name, first) == ("loss/train_avg", pytest.approx(4.6))
-    for field, value in (("smooth", "0.9"), ("log", "1")):
-        browser.run(
-            f"(() => {{ const e = document.querySelector('input[data-state={field}]');"
-            f"e.value = '{value}'; e.checked = true;"
-            "e.dispatchEvent(new Event('change', {bubbles: true})) })()"
-        )
-    ((_, _, smooth_first, smooth_last),) = drawn(browser)
-    assert smooth_first == first
-    assert smooth_last > last * 1.2, "it follows slowly"
-    assert {"smooth=0.9", "log=1"} <= set(re.split("[#&]", browser.run("location.hash")))
-    browser.run("document.querySelectorAll('#curves summary')[1].click()")
-    cells = [" ".join(c.split()) for c in seen(browser, "#curves tr:first-child td")]
-    assert cells[0].endswith("step 1")
-    assert cells[-1] == "3", "where nothing was logged is counted"
-
-
 def test_better_needs_an_interval_clear_of_0(browser: Page, show: Show) -> None:
     show("run", "full_report")
     says = [" ".join(s.split()) for s in seen(browser, ".before-after tr td:nth-of-type(3)")]
@@ -267,23 +224,6 @@ def test_better_needs_an_interval_clear_of_0(browser: Page, show: Show) -> None:
 
 
 # ---------------------------------------------------------------- sweeps
-
-
-def choose(browser: Page, field: str, value: str) -> None:
-    """Choose an entry of a list."""
-    browser.run(
-        f"(() => {{ const e = document.querySelector('select[data-state={field}]'); "
-        f"e.value = [...e.options].find(o => o.text.startsWith({json.dumps(value)})).value; "
-        "e.dispatchEvent(new Event('change', {bubbles: true})) })()"
-    )
-
-
-def test_a_number_is_chosen_among_all_that_were_measured(browser: Page, show: Show) -> None:
-    show("sweep", "full_report", "arms")
-    assert seen(browser, ".cmp h3") == ["oracle of grpo (sampled, protocol held-out) decides"]
-    choose(browser, "c", "citation_f1 of grpo (greedy, protocol own)")
-    assert seen(browser, ".cmp h3") == ["citation_f1 of grpo (greedy, protocol own)"]
-    assert "◆ judge moved" in seen(browser, ".cmp .says")
 
 
 SORT = "document.querySelector('.cmp.on th[data-sort=difference] button').click()"
@@ -309,28 +249,6 @@ def test_a_flipped_prompt_leads_to_its_answers(browser: Page, show: Show) -> Non
     assert seen(browser, ".answer-card .claim[title*='cites S_']")[0].startswith("<snippet id=S_")
     browser.run("document.querySelector('.prompt.on .answer-card:not([hidden]) summary').click()")
     assert "Answers first" in browser.text()
-
-
-def test_attempts_at_a_task_are_read_side_by_side(browser: Page, show: Show) -> None:
-    show("sweep", "agents_report", "flips")
-    browser.run("document.querySelector('#flips a[data-goto]').click()")
-    heads = [" ".join(h.split()) for h in seen(browser, ".answer-card h4")]
-    assert heads == ["sft baseline seed 1, attempt 1", "sft-rft seed 1, attempt 1"]
-    assert seen(browser, ".outcome") == ["✓ passed"] * 2
-    choose(browser, "r", "sft")
-    choose(browser, "a", "all")
-    outcomes = [o.split(":")[0] for o in seen(browser, ".outcome")]
-    failed = ["✕ failed rule_broken", "✕ failed no_call"]
-    assert outcomes == ["✓ passed", *failed, "◌ counts as none user_down"]
-    missing = seen(browser, ".checks li.missing")
-    assert ["the fee was told" in check for check in missing] == [True, True]
-    assert seen(browser, ".trouble") == ["against the rules", "no tool call"]
-    words = browser.text()
-    for said in ("which order is it?", 'get_order(order="S_0", fields=["state", "lamp"])'):
-        assert said in words
-    assert "characters more are in report.json" in words
-    browser.show(browser.run("location.href"))
-    assert len(seen(browser, ".answer-card")) == 4, "the choice survives a reload"
 
 
 def test_messages_of_agents_and_tools_are_shown_and_do_nothing(browser: Page, show: Show) -> None:

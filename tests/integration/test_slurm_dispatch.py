@@ -69,19 +69,6 @@ def test_a_request_to_stop_lets_the_worker_save(campaign: Campaign) -> None:
     assert status.end.failure == "interrupted"
 
 
-def test_a_queued_job_is_withdrawn_by_a_kill(campaign: Campaign, slurm: Cluster) -> None:
-    campaign.behave({"work_s": 60, "save_s": 0})
-    (request,) = campaign.submit(campaign.claim(resources=replace(SMALL, nodes=3, cpus=8)))
-    other = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--hold", "--wrap=true")
-    waiting = campaign.wait(request, lambda s: s.liveness == "live")
-    if waiting.state == "PENDING":
-        assert not waiting.running
-    campaign.dispatcher.kill(campaign.open(request))
-    end = campaign.wait_dead(request).end
-    assert (end.failure, end.decision) == ("killed", "resume")
-    slurm.run("scancel", other.strip())
-
-
 def test_a_job_preempted_with_grace_saves(slurm: Cluster, tmp_path: Path) -> None:
     low = on(tmp_path, partition="low", nodelist="n1")
     low.behave({"work_s": 60, "save_s": 1})

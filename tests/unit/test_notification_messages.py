@@ -41,25 +41,6 @@ def view(name: str, state: Any, **more: Any) -> StageView:
 # ---------------------------------------------------------------- what they say
 
 
-def test_a_failure_message_begins_with_the_cause_and_its_fix() -> None:
-    views = {
-        "data": view("data", "done"),
-        "sft": view("sft", "failed", message="needs data"),
-        "grpo": view(
-            "grpo", "failed", message="lr is 9. To fix it: set grpo.learning_rate", log="/l/log.txt"
-        ),
-        "evaluate": view("evaluate", "blocked", message="needs grpo"),
-    }
-    causes = {"sft": "bug", "grpo": "not_finite"}
-    message = words.failed(TOPIC, views, causes)
-    assert message["title"].endswith("has failed: grpo, loss, norm or reward was not finite")
-    assert message["text"].splitlines()[0].endswith("set grpo.learning_rate")
-    assert (message["cause"], message["next"].split()[:3]) == (
-        "not_finite",
-        ["refiner", "logs", "grpo"],
-    )
-
-
 def test_a_message_is_short_and_has_no_credentials() -> None:
     text = "x" * 9000 + " https://me:hunter2@host/"
     signed = words.stopped(TOPIC, "https://me:hunter2@host/a?X-Amz-Signature=abcdef")

@@ -216,21 +216,6 @@ def test_a_protocols_own_set_is_prepared_and_held_out_whole(tmp_path: Path) -> N
     assert stages["sft"].inputs == {"data": "data"}
 
 
-def test_every_published_step_is_measured_under_every_protocol() -> None:
-    more = ("publish.which=every-save", "grpo.num_training_steps=30")
-    stages = plan_of(tiny("held-out-greedy-v1", more=more))
-    for step in (10, 20):
-        card = stages[f"card-step{step}"].inputs
-        assert card[f"evaluation-grpo-step{step}"] == f"evaluate-grpo-step{step}"
-        role = f"evaluation-grpo-step{step}@held-out-greedy-v1"
-        assert stages[card[role]].inputs["weights"] == f"export-step{step}"
-        assert not any(r.startswith("evaluation-grpo@") for r in card), "not of another step"
-        assert role in stages["card-progression"].inputs
-    more = ("publish.which=best", "grpo.num_training_steps=20")
-    inputs = plan_of(tiny("held-out-greedy-v1", more=more))["publish-best"].inputs
-    assert {"evaluation-grpo-step10@held-out-greedy-v1", "evaluation-grpo-step10"} < set(inputs)
-
-
 def test_a_served_judge_has_its_own_server_unless_an_equal_one_exists(tmp_path: Path) -> None:
     serve = "serve: {engine: vllm}, resources: {gpus: 1}"
     own = write(tmp_path, f"judge: {{kind: openai, model: own, {serve}}}", "own")

@@ -9,22 +9,16 @@ from typing import Any
 
 import pytest
 
-from flows.checking.sources import resolve_sources
 from flows.cli.main import main
 from flows.publishing import facts_of_stage
 from flows.running.console import Console, state_line
 from flows.running.status import RunWatcher
 from infra.attempt.attempt import AttemptRun
 from infra.jobs.failures import classify
-from infra.store.provenance import write_proof
 from infra.store.workspace import Workspace
-from infra.tracking import ADDRESS_FILE
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import load_evidence
-from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, HealthStop, StageFailed, WorkspaceError
-from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.proofs import Interruption, ProofComparison, ResumeProof
+from refiner_core.contract.errors import HealthStop, StageFailed, WorkspaceError
 from refiner_core.contract.records import AttemptOutcome
 from refiner_core.contract.types import StageView
 from tests.support.recorded_run import RecordedRun
@@ -81,26 +75,6 @@ def test_the_same_records_give_the_same_card(tmp_path: Path) -> None:
     path.write_text(json.dumps(record))
     assert "4711" not in before
     assert "4711" in card_of(run, "card", copy)
-
-
-def test_a_card_tells_the_resume_proof_of_its_own_stage(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "runs")
-    before, stage = card_of(run, "card"), run.stage("grpo")
-    known: dict[str, Any] = {
-        **{"version": 1, "recipe": "tiny", "stage": "grpo", "stage_id": stage.id},
-        **{"fingerprint": stage.fingerprint, "short_fingerprint": "ab" * 32, "overrides": ()},
-        **{"changed": {}, "steps": 7, "seed": 0, "how": "kill", "wanted": 2, "tolerance": 0.0},
-        "interruptions": (Interruption(3, "judge", "kill", 1, 2),),
-        "comparisons": (ProofComparison("loss trace", 70),),
-    }
-    write_proof(run.workspace, ResumeProof(**{**known, "fingerprint": "cd" * 32}))
-    assert card_of(run, "card") == before
-    write_proof(run.workspace, ResumeProof(**known))
-    assert "a run of 7 steps of this stage, interrupted 1 time by kill -9, was bitwise" in (
-        card_of(run, "card")
-    )
-    facts = facts_of_stage(run.workspace, run.stage("card").id)
-    assert facts.records["proof"] == f"proofs/{stage.id}/proof.json"
 
 
 def test_published_evidence_makes_the_card_and_holds_nothing_private(tmp_path: Path) -> None:
@@ -209,19 +183,6 @@ def test_there_is_no_total_where_the_time_of_an_attempt_is_unknown(tmp_path: Pat
     assert "all attempts together" not in card
 
 
-def test_the_card_links_an_online_tracker(tmp_path: Path) -> None:
-    run = trained_run(tmp_path / "runs")
-    run.train("grpo")
-    folder = run.workspace.layout.attempt(run.stage("grpo").id, 1).tracker
-    folder.mkdir(parents=True)
-    address = "https://wandb.ai/me/refiner/runs/grpo-1"
-    (folder / ADDRESS_FILE).write_text(json.dumps({"url": address}))
-    run.carry_out("publish")
-    facts = facts_of_stage(run.workspace, run.stage("publish").id)
-    assert facts.tracking == {"grpo": address}
-    assert address in run.report("publish")["card"]
-
-
 # ---------------------------------------------------------------- the best
 
 
@@ -288,18 +249,6 @@ def test_a_template_that_leaves_the_licence_out_publishes_nothing(tmp_path: Path
     with pytest.raises(StageFailed, match=r"(?s)licen[cs]e.*publish\.card_template"):
         run.carry_out("publish")
     assert not (tmp_path / "runs" / "published").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [(b"# {{ name }}\n{% if %}\n", "fails at line 2"), (b"\xff\xfe", "not text in UTF-8")],
-)
-def test_a_broken_template_is_refused_early(tmp_path: Path, content: bytes, said: str) -> None:
-    template = tmp_path / "card.jinja"
-    template.write_bytes(content)
-    config = replace_fields(RecipeConfig(), {"publish.card_template": str(template)})
-    with pytest.raises(ConfigurationError, match=said):
-        resolve_sources(config)
 
 
 def test_only_files_that_were_asked_for_go_along_and_a_model_is_whole(tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ from infra.ranks.messages import (
     VISIBLE,
     decode,
     encode,
-    event_line,
-    read_event,
     trainer_settings,
     visible,
 )
@@ -208,8 +206,6 @@ Torchlike.__module__ = "torch"
         ConfigurationError("what", expected="this", fix="that"),
         NotFiniteError("step 3: the loss is nan"),
         JudgeOutage("what", expected="answers"),
-        Interrupted("stopped on request"),
-        AttemptClosed("what"),
         MemoryError("host"),
         OSError(errno.ENOSPC, "No space left on device"),
         RuntimeError("NCCL error: unhandled system error"),
@@ -232,16 +228,6 @@ def test_an_error_means_the_same_in_another_process(error: Exception) -> None:
     assert any("In rank 1" in note and "raised" in note for note in here.__notes__)
 
 
-def test_events_are_found_among_printed_lines() -> None:
-    long = raised(ConfigurationError("w" * 100_000, fix='"\\' * 50_000), ValueError("v" * 99_999))
-    line = event_line("mark", {"event": "error", "rank": 3, "error": encode(long)})
-    assert len(line) < 1 << 16
-    event = read_event("mark", line)
-    assert isinstance(decode(event["error"]), ConfigurationError)
-    for other in ("mark", "mark {", "other {}", "", "mark 7"):
-        assert read_event("mark", other) is None
-
-
 # ---------------------------------------------------------------- which failure was first
 
 GONE = RuntimeError("[../gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:1")
@@ -254,53 +240,36 @@ def failure(code: int, late_s: float = 0.0) -> dict[str, Any]:
 CAUSE, STOPPED = ConfigurationError("mine"), Interrupted("stopped")
 
 
-@pytest.mark.parametrize(
-    ("ended", "cause"),
-    [
-        (
-            LaunchFailure(errors=[(0, GONE), (1, CAUSE)], failures={0: failure(1), 1: failure(1)}),
-            CAUSE,
-        ),
-        (LaunchFailure(errors=[(0, STOPPED), (1, GONE)]), STOPPED),
-        (LaunchFailure(errors=[(0, STOPPED), (1, CAUSE)]), CAUSE),
-        # Killed afterwards, as a consequence.
-        (
-            LaunchFailure(errors=[(1, CAUSE)], failures={1: failure(1), 0: failure(-11, late_s=3)}),
-            CAUSE,
-        ),
-    ],
-)
-def test_the_first_cause_counts_and_not_its_consequence(ended, cause) -> None:
-    assert error_of(ended) is cause
+def test_the_first_cause_counts_and_not_its_consequence() -> None:
+    killed_afterwards = {1: failure(1), 0: failure(-11, late_s=3)}
+    for cause, errors, failures in (
+        (CAUSE, [(0, GONE), (1, CAUSE)], {0: failure(1), 1: failure(1)}),
+        (STOPPED, [(0, STOPPED), (1, GONE)], {}),
+        (CAUSE, [(0, STOPPED), (1, CAUSE)], {}),
+        (CAUSE, [(1, CAUSE)], killed_afterwards),
+    ):
+        assert error_of(LaunchFailure(errors=errors, failures=failures)) is cause
 
 
-@pytest.mark.parametrize(
-    ("ended", "kind", "says", "expected"),
-    [
+def test_silent_ends() -> None:
+    killed = LaunchFailure(errors=[(0, GONE)], failures={0: failure(1), 1: failure(-9)})
+    memory = LaunchFailure(failures={1: failure(-9)}, oom_kills=1)
+    port = "DistNetworkError: The server socket has failed: EADDRINUSE"
+    for ended, kind, says, expected in (
+        (killed, KilledError, "Rank 1 (process 99)", "killed"),
+        (memory, MemoryError, "", "out_of_memory"),
+        (LaunchFailure(lines=[port], code=1), LaunchError, "", "launch_failure"),
         (
-            LaunchFailure(errors=[(0, GONE)], failures={0: failure(1), 1: failure(-9)}),
-            *(KilledError, "Rank 1 (process 99)", "killed"),
-        ),
-        (LaunchFailure(failures={1: failure(-9)}, oom_kills=1), MemoryError, "", "out_of_memory"),
-        (
-            LaunchFailure(
-                lines=["DistNetworkError: The server socket has failed: EADDRINUSE"], code=1
-            ),
-            *(LaunchError, "", "launch_failure"),
-        ),
-        (
-            LaunchFailure(lines=["a", "ImportError: no such thing"], code=1),
+            LaunchFailure(lines=["a", "ImportError: no thing"], code=1),
             StageFailed,
-            "no such",
+            "no thing",
             "bug",
         ),
-    ],
-)
-def test_silent_ends(ended: LaunchFailure, kind: type[Exception], says: str, expected: str) -> None:
-    error = error_of(ended)
-    assert isinstance(error, kind)
-    assert says in str(error)
-    assert classify(error).failure == expected
+    ):
+        error = error_of(ended)
+        assert isinstance(error, kind)
+        assert says in str(error)
+        assert classify(error).failure == expected
 
 
 # ---------------------------------------------------------------- GPUs

@@ -17,7 +17,6 @@ from infra.store.sweep_records import read_sweep, write_sweep
 from infra.store.workspace import Workspace
 from refiner_core.report.pages import json_text
 from refiner_core.report.printing import decimals_for, escaped, plain, with_interval
-from refiner_core.report.sweep.phrases import answer
 from refiner_core.report.sweep.rendering import csv_of, markdown, number_rows, page, trial_rows
 from sweeps.values import Question
 from tests.support.sweep_reports import HOSTILE, full_report, hostile_report, large_report
@@ -83,15 +82,6 @@ def test_a_spreadsheet_is_given_no_formula() -> None:
 
 
 # ---------------------------------------------------------------- the answer
-
-
-def test_the_answer_claims_what_is_clear_and_names_what_is_not() -> None:
-    said = answer(full_report())
-    assert said.startswith(
-        "On oracle of grpo (sampled, protocol held-out), mixed-0 is better than static-0 by +0.029 "
-        "[0.012, 0.046] (adjusted p = 0.038; 2 seeds × 200 prompts)"
-    )
-    assert said.endswith("Without a comparison: instance-0.")
 
 
 # ---------------------------------------------------------------- texts of others

@@ -12,7 +12,6 @@ from infra.host.processes import ProcessId
 from infra.jobs.signals import (
     AttemptClosed,
     SlurmJob,
-    StopReason,
     ask_scheduler,
     attempt_to_run,
     job_facts,
@@ -282,15 +281,6 @@ def test_slurm_facts_are_those_of_this_job_and_this_restart() -> None:
     text = f"JobId=8 ArrayJobId=7 {RUNNING}\nJobId=7 ArrayJobId=7 {CANCELLED}\n"
     assert job_facts(text, "7")["JobState"] == "COMPLETING"
     assert job_facts(text, "9") == {}
-
-
-def test_a_request_of_refiner_outweighs_the_facts_of_slurm() -> None:
-    def never(_command: Sequence[str]) -> str:
-        raise AssertionError("Slurm need not be asked")
-
-    asked = {"reason": "refiner cancel by ana", "failure": "cancelled"}
-    expected = StopReason("cancelled", "refiner cancel by ana")
-    assert why_stopped(job(0), signal.SIGTERM, asked, never) == expected
 
 
 @pytest.mark.parametrize("command", [("false",), ("no-such-command",)])

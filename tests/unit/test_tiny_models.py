@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
-from refiner_core.data.synthetic import generate_rows
 from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.environments.turns import call_text
 from refiner_core.generation.load import load_model, resolve_ref
@@ -88,20 +87,6 @@ def odd_texts() -> list[str]:
 def test_text_comes_back_exactly(tokenizers, name: str):
     for text in odd_texts():
         assert round_trip(tokenizers[name], text) == text
-
-
-def test_generated_rows_are_short_and_need_no_byte(tokenizer):
-    bytes_used = set()
-    for row in generate_rows("sft", 300, 1, flaw_share=0.0):
-        for turn in row["conversations"]:
-            tokens = tokenizer.tokenize(turn["content"])
-            bytes_used |= {token for token in tokens if len(token) == 1}
-        prompt = tokenizer.apply_chat_template(
-            row["conversations"][:1], add_generation_prompt=True, enable_thinking=False
-        )["input_ids"]
-        assert len(prompt) <= 200
-        assert len(ids_of(tokenizer, row["conversations"][1]["content"])) < 48
-    assert bytes_used <= set(".?:>Ċ,") | {"I"}
 
 
 def test_the_tokenizer_of_tools_keeps_the_ids_of_the_base(tokenizer, of_tools):

@@ -82,14 +82,6 @@ def test_a_model_whose_packs_leak_is_refused(tmp_path, monkeypatch):
         loading.check_model(loaded)
 
 
-def test_a_model_with_more_than_a_plain_head_is_refused(tmp_path, monkeypatch):
-    loaded = loading.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
-    head = torch.nn.Linear(32, 48, bias=False)
-    monkeypatch.setattr(loaded.model, "get_output_embeddings", lambda: head)
-    with pytest.raises(UnsupportedError, match="head"):
-        loading.check_model(loaded)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_exported_model_loads_as_it_was(tmp_path, tied):
     model = tiny_model(tie_word_embeddings=tied)

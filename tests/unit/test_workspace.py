@@ -279,18 +279,6 @@ def test_a_damaged_file_of_an_attempt_is_set_aside_and_the_rest_is_used(
     assert (record.state == "claimed") == (name == "outcome"), "an end that is lost is looked for"
 
 
-def test_a_claim_is_lost(workspace: Workspace, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_files, "_STILL_S", 0.0)
-    stage = claim(workspace, plan, "data")
-    workspace.start_attempt(stage.id, 1, {"process": OWNER})
-    workspace.layout.attempt(stage.id, 1).intent.write_text("")
-    assert not workspace.is_stale(stage.id, 1)
-    attempt = workspace.read_attempt(stage.id, 1)
-    assert (attempt.outcome.failure, attempt.outcome.decision) == ("killed", "resume")
-    assert workspace.is_stale(stage.id, 1), "its worker leaves"
-    assert claim(workspace, plan, "data", after=1) == stage
-
-
 def test_a_damaged_run_hides_no_other(workspace: Workspace, plan: Plan, caplog) -> None:
     runs = [run_record(workspace, plan) for _ in range(3)]
     for run in runs:
