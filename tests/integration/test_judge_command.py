@@ -36,13 +36,8 @@ def nowhere(tmp_path: Path) -> str:
 
 
 def at(server: JudgeServer, *more: str) -> list[str]:
-    return [
-        f"judge.base_url={server.base_url}",
-        "judge.model=m",
-        "judge.max_retries=0",
-        "judge.concurrency=16",
-        *more,
-    ]
+    usual = ("judge.model=m", "judge.max_retries=0", "judge.concurrency=16")
+    return [f"judge.base_url={server.base_url}", *usual, *more]
 
 
 @pytest.mark.parametrize("defect", _DEFECTS)
@@ -62,11 +57,6 @@ def test_a_judges_defect_is_found_and_no_other(defect: str, tmp_path, capsys) ->
         assert report["resistance"]["resisted"]["numerator"] == 40
     if defect == "early":
         assert report["order_of_criteria"]["shift"]["value"] > 0.2
-    if defect == "obedient":
-        results = {a["result"] for a in report["resistance"]["attacks"]}
-        assert results == {"obeyed"}
-    if defect == "dice":
-        assert report["gold"]["all"]["kappa"]["low"] < 0.2
     if defect == "mute":
         cost = report["costs"]["rubric"]
         assert (cost["failed"], cost["reasons"]) == (6, {"unparsable": 2})

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +97,6 @@ def test_several_numbers_are_listed_with_how_to_narrow(run: RecordedRun) -> None
     assert f"refiner why format_valid base greedy {run.stage('evaluate-base').id}" in done.stderr
     assert len(figures(run, "format_valid")) == 4
     assert len(figures(run, "format_valid", "base", "greedy")) == 1
-
-
-def test_numbers_of_two_evaluations_are_distinguished(run: RecordedRun, tmp_path) -> None:
-    copy = tmp_path / "runs"
-    shutil.copytree(run.workspace.root, copy)
-    other = RecordedRun(copy, "reward.paper_citation_weight=0.5")
-    other.evaluate("evaluate-sft", quality=0.5)
-    newest = replace(RecordedRun(copy, "seed=8").run, run="29990101-000000-tiny-ffff")
-    other.workspace.write_run(newest)  # it has measured nothing, so all are looked at
-    ids = {run.stage("evaluate-sft").id, other.stage("evaluate-sft").id}
-    assert len(ids) == 2
-    for stage_id in ids:
-        words = ["format_valid", "sft", stage_id, "--json", f"workspace={copy}"]
-        (found,) = json.loads(CliRunner().invoke(why_command, words).stdout)["figures"]
-        assert found["stage_id"] == stage_id
 
 
 @given(st.floats(-1e6, 1e6), st.integers(0, 6))

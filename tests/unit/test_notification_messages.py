@@ -6,7 +6,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
@@ -111,58 +111,40 @@ class Heard:
         self.told.append((message["kind"], message["title"]))
 
 
-class Watched(NamedTuple):
-    """A sweep of four trials, its watcher, the messages, and the clock."""
-
-    supervisor: Sweep
-    watching: SweepNotifier
-    told: list[tuple[str, str]]
-    clock: list[float]
-
-
 def watched(
-    root: Path, states: dict[str, str], before: OrchestratorProcess, resumed: bool
-) -> Watched:
-    heard, clock, supervisor = Heard(), [0.0], Sweep(states)
+    root: Path, state: str, before: OrchestratorProcess, *, resumed: bool = False
+) -> tuple[Sweep, SweepNotifier, list[tuple[str, str]]]:
+    """A sweep of four trials, its watcher, and what it sends."""
+    heard, supervisor = Heard(), Sweep(dict.fromkeys("abcd", state))
     record = SimpleNamespace(recipe="tiny", started_at="")
-    about = (
-        sweep_call("betas"),
-        record,
-        NotifyConfig(command="true"),
-        Workspace.open(root),
-        before,
-    )
-    watching = SweepNotifier(
-        supervisor, *about, resumed=resumed, print_line=print, sender=heard, clock=lambda: clock[0]
-    )
+    notify, workspace = NotifyConfig(command="true"), Workspace.open(root)
+    about = (supervisor, sweep_call("betas"), record, notify, workspace, before)
+    watching = SweepNotifier(*about, resumed=resumed, print_line=print, sender=heard)
     watching.show(supervisor.views())
-    return Watched(supervisor, watching, heard.told, clock)
+    return supervisor, watching, heard.told
 
 
-@pytest.fixture
-def sweep(tmp_path: Path) -> Watched:
-    return watched(tmp_path, dict.fromkeys("abcd", "running"), OrchestratorProcess("none"), False)
-
-
-def test_a_sweep_reports_its_first_failed_trial_and_the_others_at_the_end(sweep: Watched) -> None:
+def test_a_sweep_reports_its_first_failed_trial_and_the_others_at_the_end(tmp_path: Path) -> None:
+    sweep, watching, told = watched(tmp_path, "running", OrchestratorProcess("none"))
     for trial in "abc":
-        sweep.supervisor.states[trial] = "failed"
-        sweep.watching.show(sweep.supervisor.views())
-    ((kind, title),) = sweep.told
+        sweep.states[trial] = "failed"
+        watching.show(sweep.views())
+    ((kind, title),) = told
     assert (kind, "a has failed" in title) == ("failed", True)
-    sweep.supervisor.states["d"] = "done"
-    sweep.watching.over({})
-    ((kind, title),) = sweep.told[1:]
+    sweep.states["d"] = "done"
+    watching.over({})
+    ((kind, title),) = told[1:]
     assert (kind, "3 trials" in title) == ("failed", True)
 
 
-def test_a_held_sweep_is_reported_once(sweep: Watched) -> None:
-    sweep.supervisor.held = "it would take 900 GPU-hours of 800"
-    sweep.watching.show(sweep.supervisor.views())
-    sweep.watching.show(sweep.supervisor.views())
-    sweep.supervisor.states.update(a="done", b="done", c="held", d="held")
-    sweep.watching.over({})
-    assert sweep.told == [("paused", "sweep betas is held")]
+def test_a_held_sweep_is_reported_once(tmp_path: Path) -> None:
+    sweep, watching, told = watched(tmp_path, "running", OrchestratorProcess("none"))
+    sweep.held = "it would take 900 GPU-hours of 800"
+    watching.show(sweep.views())
+    watching.show(sweep.views())
+    sweep.states.update(a="done", b="done", c="held", d="held")
+    watching.over({})
+    assert told == [("paused", "sweep betas is held")]
 
 
 @pytest.mark.parametrize(
@@ -170,9 +152,9 @@ def test_a_held_sweep_is_reported_once(sweep: Watched) -> None:
     [(OrchestratorProcess("ended", exit_code=0), []), (OrchestratorProcess("gone"), ["finished"])],
 )
 def test_a_finished_sweep_is_reported_unless_it_was_before(tmp_path, before, told_) -> None:
-    found = watched(tmp_path, dict.fromkeys("abcd", "done"), before, resumed=True)
-    found.watching.over({})
-    assert [kind for kind, _ in found.told] == told_
+    _, watching, told = watched(tmp_path, "done", before, resumed=True)
+    watching.over({})
+    assert [kind for kind, _ in told] == told_
 
 
 # ---------------------------------------------------------------- the section

@@ -1,7 +1,6 @@
 """What a run publishes: facts of its card come from records; no model of malformed answers."""
 
 import hashlib
-import io
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 from flows.cli.main import main
 from flows.publishing import facts_of_stage
-from flows.running.console import Console, state_line
 from flows.running.status import RunWatcher
 from infra.attempt.attempt import AttemptRun
 from infra.jobs.failures import classify
@@ -20,7 +18,6 @@ from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import load_evidence
 from refiner_core.contract.errors import HealthStop, StageFailed, WorkspaceError
 from refiner_core.contract.records import AttemptOutcome
-from refiner_core.contract.types import StageView
 from tests.support.recorded_run import RecordedRun
 
 EVERY = ("publish.which=every-save",)
@@ -312,9 +309,3 @@ def test_terminal_and_report_warn(tmp_path: Path, capsys: pytest.CaptureFixture[
     for command in ("status", "report"):
         assert main([command, run.run.run, f"workspace={tmp_path}/runs"]) == 0
         assert f"warning: {SAID}" in capsys.readouterr().out
-    view = StageView("grpo", "grpo", "", "done", seconds=5.0, message=f"warning: {SAID}")
-    assert state_line(view) == f"grpo: done (5.0 s), warning: {SAID}"
-    heard = io.StringIO()
-    console = Console(stream=heard, quiet=True)
-    console.finish({"grpo": view})
-    assert f"grpo: done: warning: {SAID}" in heard.getvalue(), "also where only warnings are wanted"

@@ -168,11 +168,9 @@ def test_a_held_job_is_released_and_a_job_without_room_waits() -> None:
     ],
 )
 def test_the_class_of_a_silent_end(tried, silent, failure) -> None:
-    seen = (
-        AttemptStatus(1, "dead", silent_end=outcome_of(silent))
-        if silent
-        else AttemptStatus(1, "hung")
-    )
+    seen = AttemptStatus(1, "hung")
+    if silent:
+        seen = AttemptStatus(1, "dead", silent_end=outcome_of(silent))
     action = decide([(DATA, record(DATA, tried))], {DATA.id: seen})["data"]
     assert isinstance(action, CloseAttempt)
     assert action.outcome.failure == failure

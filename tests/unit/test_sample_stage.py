@@ -158,20 +158,13 @@ def test_every_attempt_is_stored_with_its_seed_score_and_reason(straight: Bench)
 def test_the_report_adds_up(straight: Bench) -> None:
     report = json.loads((straight.root / "out" / "report.json").read_text())
     found = straight.attempts()
-    assert report["lane"] == "answers"
-    assert report["attempts"]["total"] == 28
-    assert report["attempts"]["measured"] == 28
+    assert report["attempts"]["total"] == report["attempts"]["measured"] == 28
     assert sum(report["acceptance"].values()) == report["prompts"]["total"] == 7
-    assert (
-        sum(int(n) * many for n, many in report["acceptance"].items())
-        == (report["attempts"]["full"])
-    )
     kept = [a for a in found if a.kept]
     assert report["kept"]["demonstrations"] == len(kept)
     assert sum(report["not_kept"].values()) + len(kept) == 28
     assert report["tokens"]["sampled"] == sum(len(a.token_ids) for a in found)
     assert report["tokens"]["loss"] == sum(len(a.token_ids) for a in kept)
-    assert report["by_domain"]["answer_only"]["attempts"] == report["attempts"]
     metrics = straight.io("out").metrics()
     assert [line["sample/batch"] for line in metrics] == [1, 2, 3, 4]
     assert sum(line["sample/kept"] for line in metrics) == len(kept)
@@ -394,26 +387,14 @@ def test_too_many_errors_stop_the_stage_and_the_same_call_resumes(tmp_path: Path
 
 
 class Stopping(FolderStageIO):
-    """A stop once a turn of an episode is sampled, and (with ``after_one``) another episode has
-    ended."""
+    """A stop once the first turn of the first task is sampled."""
 
-    def __init__(
-        self,
-        root: Path,
-        bench: EpisodeBench,
-        episode: tuple[str, int],
-        turn: int,
-        *,
-        after_one: bool = False,
-    ) -> None:
+    def __init__(self, root: Path, bench: EpisodeBench) -> None:
         super().__init__(root)
-        self.bench, self.collected = bench, not after_one
-        self.turn = derive_seed(derive_seed(7, "sample", *episode), "turn", turn)
+        self.bench = bench
+        self.turn = derive_seed(derive_seed(7, "sample", "counting/t0", 0), "turn", 0)
 
     def should_stop(self) -> bool:
-        if not self.collected:  # what has ended by now is taken before this is asked again
-            self.collected = self.bench.environment.closed > 0
-            return False
         return self.turn in self.bench.generator.asked
 
 
@@ -432,7 +413,7 @@ def test_eager_episodes_survive_a_crash(tmp_path, monkeypatch) -> None:
 def test_ordered_episodes_that_were_stopped_come_out_the_same(tmp_path: Path) -> None:
     straight = EpisodeBench(tmp_path)
     straight.play()
-    io = Stopping(tmp_path / "io", straight, ("counting/t0", 0), 0)
+    io = Stopping(tmp_path / "io", straight)
     with pytest.raises(Interrupted, match="1 of 3 batches"):
         straight.play("again", io)
     straight.play("again", FolderStageIO(tmp_path / "io"))

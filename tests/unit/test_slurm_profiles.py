@@ -24,22 +24,9 @@ def test_every_shipped_profile_loads_and_says_what_it_is_for() -> None:
 
 
 def test_a_file_is_a_profile_too(tmp_path: Path) -> None:
-    profile = load_profile(
-        write(
-            tmp_path,
-            """
-            description: ours
-            partition: gpu
-            account: 12345
-            exclude: [n7, n8]
-            setup: ["source /etc/profile.d/modules.sh"]
-            modules: [cuda/12.8]
-            env: {NCCL_DEBUG: INFO}
-            sbatch: {mail-type: FAIL, exclusive: true, mem: null}
-            cpu: {partition: cpu}
-            """,
-        )
-    )
+    text = "partition: gpu\naccount: 12345\nexclude: [n7, n8]\nmodules: [cuda/12.8]\n"
+    text += "sbatch: {mail-type: FAIL, exclusive: true, mem: null}\ncpu: {partition: cpu}\n"
+    profile = load_profile(write(tmp_path, text))
     assert (profile.name, profile.account, profile.exclude) == ("mine", "12345", ("n7", "n8"))
     assert profile.sbatch == {"mail-type": "FAIL", "exclusive": True, "mem": None}
 

@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import math
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,24 +94,6 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path, monkeypatch, caplog) -> N
             tracker.log(step, {"loss": 1.0})
         tracker.finish()
     assert len([r for r in caplog.records if "W&B" in r.message]) == 1
-
-
-@pytest.mark.slow
-def test_an_offline_run_is_kept_in_its_folder(tmp_path, monkeypatch, caplog) -> None:
-    pytest.importorskip("wandb")
-    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
-        monkeypatch.setenv(name, "")  # the tracker sets them; this puts them back
-    monkeypatch.setenv("HF_TOKEN", "hf_averysecretvalue")
-    before = signal.getsignal(signal.SIGTERM)
-    tracker = Tracker(TrackingConfig(wandb="offline"), tracked(tmp_path))
-    tracker.log(1, {"loss": 1.0, "undefined": math.nan})
-    tracker.log(2, {"loss": 0.5})
-    assert signal.getsignal(signal.SIGTERM) is before
-    tracker.finish()
-    assert not [r for r in caplog.records if "W&B" in r.message]
-    files = [p for p in tmp_path.rglob("*") if p.is_file()]
-    assert [p.name for p in files if p.suffix == ".wandb"] == ["run-sft-0123.wandb"]
-    assert all(b"averysecret" not in p.read_bytes() for p in files)
 
 
 # ---------------------------------------------------------------- the attempt from the inside

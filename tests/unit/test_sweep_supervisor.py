@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from flows.running.following import SweepFollower, inputs_of
 from flows.sweeping.launching import record_version, suspend_sweep
 from flows.sweeping.status import SweepWatcher
 from infra.jobs.dispatcher import AttemptRef, JobRequest
@@ -318,28 +317,6 @@ def test_states_and_costs_of_trials_are_read_from_records(workspace: Workspace) 
     assert (second.use.attempts, second.shared) == (1, ("data", "sft")), "shared: with the first"
     assert first.use.gpu_hours == 2.0
     assert found[bad].use.incidents == 1
-
-
-def follower(workspace: Workspace, plan: SweepPlan, most: int = 200) -> SweepFollower:
-    return SweepFollower(workspace, recorded(workspace, plan), most)
-
-
-def test_a_follower_sees_every_stage_once_with_its_end(workspace: Workspace) -> None:
-    plan = small_sweep()
-    bad = plan.trials[1].name
-    told = bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
-    sees = follower(workspace, plan)
-    assert len(sees.nodes) == 1 + 2 + 4
-    assert {view.state for view in sees.look().values()} == {"waiting"}
-    told.run()
-    views = sees.look()
-    assert all(view.terminal for view in views.values())
-    assert views[f"{bad}/grpo"].state == "failed"
-    assert views["data"].state == "done"
-    assert inputs_of(workspace, sees.nodes, f"{bad}/grpo")
-    states = {event["state"] for event in sees.new_events() if event["event"] == "trial"}
-    assert {"done", "failed"} <= states
-    assert list(follower(workspace, plan, most=6).nodes) == [t.name for t in plan.trials]
 
 
 # ---------------------------------------------------------------- what one trial does to others

@@ -131,29 +131,6 @@ def test_little_memory_makes_fewer_slots_and_changes_no_sample(model: Any, monke
     assert widest[-1][1] > 192  # a conversation larger than the memory runs alone
 
 
-class Tries(Script):
-    """Greedy tries at three tasks: the same words after the same turn, but not at once."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            9,
-            4,
-            params=lambda c, t: replace(GREEDY, max_new_tokens=5 + t % 2),
-            slow=lambda c, t: (3 * (c // 3) + c % 3 + t) % 4,
-            told=60,
-        )
-        self.fresh = [(c, self.fresh[c % 3][1]) for c in range(9)]
-
-    def told(self, conversation: int, turn: int) -> tuple[int, ...]:
-        return super().told(conversation % 3 + 30, turn)
-
-
-def test_tries_at_one_task_that_are_at_different_turns_share_what_they_may(model: Any) -> None:
-    script = Tries()
-    continuous(model).turns(script)
-    agrees(model, script, 9)
-
-
 # ---------------------------------------------------------------- what is computed
 
 
