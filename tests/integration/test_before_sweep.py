@@ -17,16 +17,11 @@ from tests.support.recorded_run import PROMPTS, SMALL, RecordedRun
 
 
 def _plan(root: Path, arms: dict[str, tuple[str, ...]], seeds: tuple[int, ...]) -> SweepPlan:
-    trials = [
-        Trial(
-            name,
-            seed,
-            own,
-            make_recipe_plan("tiny", (*SMALL, f"workspace={root}", *own, f"seed={seed}")),
-        )
-        for seed in seeds
-        for name, own in arms.items()
-    ]
+    def trial(name: str, seed: int) -> Trial:
+        words = (*SMALL, f"workspace={root}", *arms[name], f"seed={seed}")
+        return Trial(name, seed, arms[name], make_recipe_plan("tiny", words))
+
+    trials = [trial(name, seed) for seed in seeds for name in arms]
     settings = tuple(
         ArmRecord(name, {}, {o.partition("=")[0]: o.partition("=")[2] for o in own})
         for name, own in arms.items()

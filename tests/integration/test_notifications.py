@@ -159,19 +159,6 @@ def test_a_killed_orchestrator_and_the_end_of_its_run_are_reported(place: Place)
     assert place.kinds == ["failed", "finished"]
 
 
-def test_a_killed_sender_is_reported_and_fails_no_run(place: Place) -> None:
-    place.behave(steps=100)
-    process = place.start({"command": place.command})
-    (child,) = wait_for(
-        lambda: [p for p in psutil.Process(process.pid).children() if p in senders()]
-    )
-    child.kill()
-    assert process.wait(60) == 0
-    assert place.told == []
-    said = (place.root.parent / "stderr.txt").read_text()
-    assert said.count("this run") == 1
-
-
 def test_notify_test_reports_the_result_of_each_channel(tmp_path: Path, hook: Hook) -> None:
     told = tmp_path / "told"
     channels = (f"notify.command=cat > {told}", "notify.urls=[TEAM_HOOK]")

@@ -249,17 +249,6 @@ def test_a_forgotten_job_is_found_in_the_accounts(accounts: Cluster, tmp_path: P
     assert campaign.wait_dead(good).state == "COMPLETED"
 
 
-def test_a_cancelled_job_names_who_did_it(accounts: Cluster, tmp_path: Path) -> None:
-    campaign = Campaign(tmp_path / "w", commands=Forgetful())
-    campaign.behave({"work_s": 60, "save_s": 0})
-    (request,) = campaign.submit(campaign.claim())
-    campaign.wait_begun(request)
-    accounts.run("scancel", campaign.job_id(request))
-    end = campaign.wait_dead(request).end
-    assert end.failure == "cancelled"
-    assert "cancelled by root" in end.message
-
-
 @pytest.mark.parametrize("forgetful", [False, True])
 def test_too_much_memory_ends_the_step(accounts: Cluster, tmp_path: Path, forgetful: bool) -> None:
     require("slurm", MEMORY, "no memory cgroup (version 1) to write to")

@@ -26,11 +26,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import binomtest, t
 
-from refiner_core.evaluation.power import VarianceComponents, detectable_effect
 from refiner_core.evaluation.statistics import mean_spread, two_way_means
 from refiner_core.report.sweep.comparing import make_report
 from refiner_core.report.sweep.sweep_report import ArmNumber
-from tests.support.made_evidence import made_from, prompt_names
+from tests.support.made_evidence import made_from
 from tests.support.results import World
 
 Floats = npt.NDArray[np.float64]
@@ -203,37 +202,6 @@ def family(repeats: int, of_seeds: float, arms: int = 6) -> Asked:
     return Asked(name, wrong / repeats, 0.0, 0.06)
 
 
-def planted(repeats: int, seeds: int, of_seeds: float) -> Asked:
-    """An effect of the size that is called detectable: how often is it found?"""
-    world = World(seed=of_seeds)
-    parts = VarianceComponents(2 * world.seed**2, 2 * world.interaction**2, 2 * world.residual**2)
-    effect = detectable_effect(parts, seeds, 100)
-    rng = np.random.default_rng(13)
-    found = 0
-    for _ in range(repeats):
-        values = world.draw(rng, (1, seeds, 100), (0.0, effect))[0]
-        found += _arm(values).verdict == "better"
-    name = f"{seeds} seeds that spread by {of_seeds:g}, an effect of {effect:.3f}: found"
-    return Asked(name, found / repeats, 0.75, 0.85)
-
-
-def refused(repeats: int) -> Asked:
-    """Other prompts: how often is anything said of the difference?"""
-    rng = np.random.default_rng(14)
-    said = 0
-    for _ in range(repeats):
-        made = made_from(World().draw(rng, (1, 3, 50), (0.0, 0.0))[0])
-        for seed in made.seeds:
-            names = prompt_names(51)[1:]
-            made.evaluations.pop(f"evaluate-grpo-arm1-{seed}")
-            values = {"rubric_score": 2.0 + rng.random(50)}
-            made.add("arm1", seed, values, prompts=names)
-        report = make_report(made.evidence())
-        (number,) = [n for c in report.comparisons for n in c.numbers if n.arm == "arm1"]
-        said += number.verdict != "not comparable" or number.difference is not None
-    return Asked("other prompts: compared all the same", said / repeats, 0.0, 0.0)
-
-
 def _arm(values: Floats, reference: Floats | None = None) -> ArmNumber:
     report = make_report(made_from(values, reference=reference).evidence())
     assert report.primary is not None
@@ -249,9 +217,6 @@ def questions(repeats: int) -> Iterator[Asked]:
     yield leniency(repeats, shift=-0.05, noise=0.02, policy=-1.0)
     for of_seeds in (0.0, 0.05, 0.1):
         yield family(repeats, of_seeds)
-    for seeds, of_seeds in itertools.product(SEEDS, (0.0, 0.05)):
-        yield planted(repeats, seeds, of_seeds)
-    yield refused(max(1, repeats // 20))
 
 
 def main() -> int:

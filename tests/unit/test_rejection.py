@@ -9,12 +9,12 @@ import pytest
 
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig, RewardConfig, SampleConfig, SftConfig
-from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.sections.environment import EnvironmentConfig
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.types import PromptRow
-from refiner_core.rejection.attempts import RejectionAttempt, RejectionReport, choose, require_kept
+from refiner_core.rejection.attempts import RejectionAttempt, choose
 from refiner_core.rejection.stage import highest_reward, with_ends_of_turns
 from tests.support.rewarding import BOTH, EVIDENCE, NEGATIVE, POSITIVE
 
@@ -139,21 +139,6 @@ def test_the_end_of_each_turn_carries_loss_and_foreign_tokens_do_not() -> None:
 
 
 # ---------------------------------------------------------------- nothing kept
-
-
-def test_a_stage_that_keeps_nothing_names_the_settings_to_lower() -> None:
-    report = RejectionReport(SampleConfig(attempts=1), "answers").as_json()
-    report |= {
-        "attempts": {"total": 8, "measured": 6, "full": 0},
-        "prompts": {"total": 2, "full": 0, "partial": 0, "none": 2},
-        "score_mean": 0.25,
-        "not_kept": {"too_low": 2, "not_best": 4, "error": 2},
-    }
-    with pytest.raises(DataError, match=r"8 attempts at 2 prompts.*sample\.min_partial"):
-        require_kept(report)
-    report["not_kept"] = {"truncated": 6, "error": 2}
-    with pytest.raises(DataError, match="train longer"):
-        require_kept(report)
 
 
 # ---------------------------------------------------------------- plans

@@ -89,10 +89,8 @@ def test_misleading_wording_is_reported(description: str, polarity: Any, rule: s
     [
         (SOUND, "positive"),
         ("The answer should discuss the pros and cons of steel and concrete.", "positive"),
-        ("Mentions that arches carry the load and provide a clear span.", "positive"),
         ("Confuses the bridge with another one that does not cross the river.", "negative"),
         ("States that latency fell by 40% at 3 points of load.", "positive"),
-        ("Describes good practice in welding.", "positive"),
         ('States that the year of opening is "1931"', "positive"),
         ("Names the year. Fully true if it is exact; true in part if the decade is; "
          "not true otherwise.", "positive"),
@@ -245,13 +243,8 @@ def test_the_command_exits_by_its_findings(tmp_path, capsys) -> None:
     assert code == 3
     assert "(2 more: --all)" in out
     assert "more: --all" not in run(capsys, "check", wrong, "--all")[1]
-    name = rows_file(tmp_path, *[row("Should not speculate.")] * 9)
-    code, out = run(capsys, "check", name, "--json")
+    code, out = run(capsys, "check", warned, "--json")
     found = json.loads(out)
-    assert (code, found["warnings"], found["errors"]) == (0, 9, 0)
-    assert found["counts"] == {"polarity": 9}
+    assert (code, found["warnings"], found["errors"]) == (0, 1, 0)
     assert {"line", "rule", "what", "why", "fix", "severity"} <= set(found["findings"][0])
-    other = tmp_path / "rubrics.txt"
-    other.write_text("text")
-    for name in (str(other), str(tmp_path / "nowhere.yaml")):
-        assert run(capsys, "check", name)[0] == 2
+    assert run(capsys, "check", str(tmp_path / "nowhere.yaml"))[0] == 2

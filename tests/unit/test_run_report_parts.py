@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.reporting.run.report import changed_settings, masked_overrides
-from flows.reporting.run.results import choose, points_of, text_in_evaluation, text_in_training
+from flows.reporting.run.results import choose, points_of, text_in_training
 from flows.reporting.samples import SamplesReader
 from infra.host.secrets import HIDDEN, masked, without_secrets
 from infra.store.traces import MetricsLine, read_metrics
@@ -128,20 +128,6 @@ def test_long_texts_of_an_episode_are_cut() -> None:
     assert [(p["name"], p["share"]) for p in said["parts"]] == [("reward", 0.25), ("partial", 0.1)]
     assert len(said["episode"]["turns"][0]["text"]) < 4_100
     assert said["metrics"]["turns"] == 1.0
-
-
-def test_an_episode_with_a_user_error_has_no_reward() -> None:
-    broken = {**EPISODE, "status": "error", "failure": None}
-    broken |= {"error_kind": "user_down", "error": "The user does not answer."}
-    row = {
-        **{"sample_id": "orders/1", "sample_index": 0, "response_text": "", "status": "error"},
-        **{"finish_reason": "stop", "reward": None, "success": None, "episode_error": 1.0},
-        **{"judgements": "[]", "episode": json.dumps(broken), "failure": ""},
-    }
-    said = text_in_evaluation(row, "grpo", REWARD)
-    assert (said["reward"], said["parts"]) == (None, ())
-    assert said["failed"] == "user_down: The user does not answer."
-    assert said["metrics"] == {"episode_error": 1.0}
 
 
 # ---------------------------------------------------------------- secrets

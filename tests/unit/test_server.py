@@ -17,7 +17,6 @@ import pytest
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, temporary_settings
 
 from infra import prefect_server as server
-from infra.host.files import Mount
 from infra.host.processes import ProcessId, host_name
 from infra.prefect_server import (
     KeyRefused,
@@ -34,7 +33,6 @@ from infra.prefect_server import (
 from refiner_core.contract.errors import (
     ConfigurationError,
     UnsupportedError,
-    WorkspaceError,
 )
 
 #: Answers every request on the port given, as a server does that is up.
@@ -114,16 +112,6 @@ def test_a_server_that_the_user_names_is_used_and_not_managed(env: dict[str, str
 def test_tokens_are_not_passed_on() -> None:
     env = {"PATH": "/bin", "HF_TOKEN": "t", "WANDB_API_KEY": "k", "PREFECT_LOGGING_LEVEL": "DEBUG"}
     assert passed_on(env) == {"PATH": "/bin"}
-
-
-def test_the_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not on a network home, and it is refused where it cannot be made."""
-    home = Mount(Path("/home"), "nfs4", "server:/home")
-    monkeypatch.setattr(server, "mount_of", lambda path: home)
-    assert server._base_dir({}) == Path(f"/var/tmp/refiner-{os.getuid()}")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WorkspaceError, match="REFINER_STATE_DIR"):
-        state_dir({"REFINER_STATE_DIR": str(tmp_path / "file")})
 
 
 # ---------------------------------------------------------------- servers of others

@@ -79,16 +79,9 @@ def test_the_command_line_of_vllm() -> None:
         *("--tensor-parallel-size", "2", "--x=a", "b"),
     ]
     own = "--structured-outputs-config.backend=outlines"
-    lines = server_text(
-        serve(
-            engine="vllm",
-            python="/opt/vllm/bin/python",
-            setup=("module load cuda",),
-            container="apptainer exec --nv vllm.sif",
-            args=(own,),
-        ),
-        AT,
-    ).splitlines()
+    where = {"python": "/opt/vllm/bin/python", "container": "apptainer exec --nv vllm.sif"}
+    mine = serve(engine="vllm", setup=("module load cuda",), args=(own,), **where)
+    lines = server_text(mine, AT).splitlines()
     assert lines[1] == "module load cuda"
     assert lines[2].startswith(
         "exec apptainer exec --nv vllm.sif /opt/vllm/bin/python -m vllm.entrypoints.cli.main serve"

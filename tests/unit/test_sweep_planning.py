@@ -79,18 +79,6 @@ def test_a_larger_sweep_keeps_the_fingerprints_of_its_trials() -> None:
     assert len(after) == 9
 
 
-def test_overrides_of_the_command_line_are_every_trials() -> None:
-    found = planned(
-        ["workspace=/elsewhere", "sft.max_train_steps=9"], overrides=["log_level=debug"]
-    )
-    for trial in found.trials:
-        assert trial.plan.config.workspace == "/elsewhere"
-        assert trial.plan.config.sft.max_train_steps == 9
-        assert trial.overrides[:3] == (
-            *("log_level=debug", "workspace=/elsewhere", "sft.max_train_steps=9"),
-        )
-
-
 def test_a_field_that_follows_from_another_follows_in_every_trial(tmp_path: Path) -> None:
     recipe = tmp_path / "own.yaml"
     recipe.write_text(
@@ -167,14 +155,7 @@ def test_a_varied_field_cannot_be_set_on_the_command_line() -> None:
     [
         ({}, "nothing is compared"),
         ({"factors": {WEIGHTS: [0, 1]}, "question": {}}, "No `question: metric`"),
-        (
-            {
-                "overrides": ["stages=[data, sft]"],
-                "arms": {"a": [], "b": ["sft.weight_decay=1"]},
-                "question": {},
-            },
-            "evaluates nothing",
-        ),
+        ({"overrides": ["stages=[data, sft]"], "question": {}}, "evaluates nothing"),
     ],
 )
 def test_doubtful_sweeps_have_warnings(keys: dict[str, Any], said: str) -> None:

@@ -35,16 +35,10 @@ def events(workspace: Workspace, name: str) -> list[dict]:
 def hours(plan: SweepPlan, each: float) -> SweepForecast:
     """A forecast of so many GPU-hours for every GRPO stage, and nothing for the others."""
     forecast = forecast_sweep(plan, History(), frozenset())
-    stages = (
-        replace(
-            s,
-            seconds=3600 * each,
-            shape=s.shape._replace(devices=int(s.kind == "grpo")),
-            judge_calls=100,
-        )
-        for s in forecast.stages
-    )
-    return replace(forecast, stages=tuple(stages))
+    shapes = [s.shape._replace(devices=int(s.kind == "grpo")) for s in forecast.stages]
+    stages = zip(forecast.stages, shapes, strict=True)
+    timed = (replace(s, seconds=3600 * each, shape=x, judge_calls=100) for s, x in stages)
+    return replace(forecast, stages=tuple(timed))
 
 
 def on_gpus(plan: SweepPlan, gpus: int) -> SweepPlan:
@@ -186,11 +180,8 @@ def test_a_forecast_past_a_limit_holds_the_sweep(workspace: Workspace) -> None:
     plan = small_sweep()
 
     def passed(forecast: SweepForecast) -> list[ExceededLimit]:
-        return (
-            [ExceededLimit("gpu_hours", "GPU-hours", 200, 310, False, "not one")]
-            if forecast.canary
-            else []
-        )
+        limit = ExceededLimit("gpu_hours", "GPU-hours", 200, 310, False, "not one")
+        return [limit] if forecast.canary else []
 
     script = {**SCRIPT, "grpo": ("step", "step", "save", "wait", "wait", "wait", "done")}
     told = bench(workspace, plan, script, passed=passed)

@@ -24,7 +24,6 @@ from infra.store.provenance import (
     masked_command,
     reads_parts_apart,
     run_provenance,
-    snapshot_code,
 )
 from infra.store.records import Part
 from infra.store.workspace import FORMAT, SHARED, StageClaim, Workspace
@@ -373,14 +372,6 @@ def test_exclusive_writes_need_no_links(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 # ---------------------------------------------------------------- runs, code, provenance
-
-
-def test_code_is_pinned_once_and_can_be_imported_from_there(workspace: Workspace) -> None:
-    first, second = snapshot_code(workspace), snapshot_code(workspace)
-    assert first == second
-    assert (first / "infra" / "store" / "workspace.py").is_file()
-    assert not list(first.rglob("*.pyc"))
-    assert [p.name for p in workspace.layout.code.iterdir()] == [first.name]
 
 
 def test_secrets_in_a_command_line_are_masked() -> None:
