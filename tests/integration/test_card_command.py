@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.main import main
 from refiner_core.cards.build import shipped_template
-from tests.support.command import Finished, refiner
+from tests.support.command import called, refiner
 from tests.support.git_hub import LoopbackHub
 from tests.support.recorded_run import RecordedRun
 
@@ -39,13 +38,6 @@ def folder(run: RecordedRun, tmp_path: Path) -> Path:
     return copy
 
 
-def call(capsys: pytest.CaptureFixture[str], *args: str) -> Finished:
-    """The command, in this process."""
-    code = main(["card", *args])
-    said = capsys.readouterr()
-    return Finished(code, said.out, said.err)
-
-
 def change(path: Path, old: str, new: str) -> int:
     """Replace the first ``old``; the line in which it stood."""
     text = path.read_text()
@@ -60,9 +52,6 @@ def first_number(card: Path) -> str:
     return row.split("|")[2].split()[0]
 
 
-Captured = pytest.CaptureFixture[str]
-
-
 # ---------------------------------------------------------------- check
 
 
@@ -72,11 +61,11 @@ def test_a_published_card_passes_the_check(folder: Path) -> None:
     assert "matches its evidence, number by number" in done.stdout
 
 
-def test_a_changed_number_is_traced_to_its_record(folder: Path, capsys: Captured) -> None:
+def test_a_changed_number_is_traced_to_its_record(folder: Path) -> None:
     card = folder / "README.md"
     number = first_number(card)
     line = change(card, f"| {number} ", "| 9.999 ")
-    done = call(capsys, "check", str(card))
+    done = called("card", "check", str(card))
     assert done.code == 3
     (told,) = [x for x in done.stdout.splitlines() if "9.999" in x and ": evidence: " in x]
     assert told.startswith(f"{card}:{line}: evidence: ")
@@ -86,9 +75,9 @@ def test_a_changed_number_is_traced_to_its_record(folder: Path, capsys: Captured
     assert f"refiner card check {card}" in done.stderr
 
 
-def test_findings_for_scripts_are_json(folder: Path, capsys: Captured) -> None:
+def test_findings_for_scripts_are_json(folder: Path) -> None:
     line = change(folder / "README.md", "# ", "# not ")
-    done = call(capsys, "check", str(folder), "--json")
+    done = called("card", "check", str(folder), "--json")
     assert done.code == 3
     value = done.json
     assert (value["version"], value["errors"], value["warnings"]) == (1, 1, 0)
@@ -97,41 +86,41 @@ def test_findings_for_scripts_are_json(folder: Path, capsys: Captured) -> None:
     assert (found["line"], found["rule"], found["severity"]) == (line, "evidence", "error")
 
 
-def test_weights_that_are_not_those_of_the_evidence_are_found(folder: Path, capsys) -> None:
+def test_weights_that_are_not_those_of_the_evidence_are_found(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
     (folder / "config.json").unlink()
     (folder / "tokenizer.json").write_text("{}")
-    done = call(capsys, "check", str(folder))
+    done = called("card", "check", str(folder))
     assert done.code == 3
     assert "file-differs: config.json is missing" in done.stdout
     assert "file-differs: tokenizer.json has 2 bytes, its evidence says" in done.stdout
     assert "file-differs: model.safetensors has SHA-256" in done.stdout
-    only_card = call(capsys, "check", str(folder / "README.md"))
+    only_card = called("card", "check", str(folder / "README.md"))
     assert only_card.code == 0, "of a card alone, only the card is looked at"
 
 
 # ---------------------------------------------------------------- on a Hub
 
 
-def test_a_card_on_a_hub_is_checked(folder: Path, tmp_path, capsys, monkeypatch) -> None:
+def test_a_card_on_a_hub_is_checked(folder: Path, tmp_path, monkeypatch) -> None:
     with LoopbackHub(tmp_path / "hub") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_TOKEN", hub.token)
         monkeypatch.chdir(tmp_path)
         first = hub.add_folder("me/refiner", folder)
-        good = call(capsys, "check", "me/refiner")
+        good = called("card", "check", "me/refiner")
         assert good.code == 0, good.stdout + good.stderr
         assert not any("safetensors" in request.path for request in hub.log)
         line = change(folder / "README.md", "| 0.", "| 7.")
         hub.add("me/refiner", {"README.md": (folder / "README.md").read_bytes()})
-        wrong = call(capsys, "check", "me/refiner")
+        wrong = called("card", "check", "me/refiner")
         assert wrong.code == 3
         assert f"me/refiner/README.md:{line}: evidence: " in wrong.stdout
-        at_first = call(capsys, "check", f"me/refiner@{first}")
+        at_first = called("card", "check", f"me/refiner@{first}")
         assert at_first.code == 0
         assert at_first.stdout.startswith(f"me/refiner@{first}/README.md: ")
-        missing = call(capsys, "check", "me/another")
+        missing = called("card", "check", "me/another")
         assert missing.code == 9
         assert "me/another" in missing.stderr
 
@@ -139,26 +128,26 @@ def test_a_card_on_a_hub_is_checked(folder: Path, tmp_path, capsys, monkeypatch)
 # ---------------------------------------------------------------- show, template
 
 
-def test_the_same_records_give_the_same_card(run: RecordedRun, capsys: Captured) -> None:
+def test_the_same_records_give_the_same_card(run: RecordedRun) -> None:
     where = f"workspace={run.workspace.root}"
     published = (run.published("publish") / "README.md").read_text()
-    done = call(capsys, "show", where)
+    done = called("card", "show", where)
     assert (done.code, done.stderr) == (0, "")
     assert done.stdout == published
-    assert call(capsys, "show", run.run.run, "card", where).stdout == published
-    before = call(capsys, "show", "publish", where).stdout
+    assert called("card", "show", run.run.run, "card", where).stdout == published
+    before = called("card", "show", "publish", where).stdout
     assert "No evaluation of this checkpoint is recorded." in before
-    assert call(capsys, "show", where, "--json").json["as_published"] is True
+    assert called("card", "show", where, "--json").json["as_published"] is True
 
 
-def test_a_changed_record_is_reported_as_a_changed_card(run: RecordedRun, tmp_path, capsys) -> None:
+def test_a_changed_record_is_reported_as_a_changed_card(run: RecordedRun, tmp_path) -> None:
     root = tmp_path / "runs"
     shutil.copytree(run.workspace.root, root)
     result = root / "stages" / run.stage("grpo").id / "result.json"
     content = json.loads(result.read_text())
     content["report"]["episodes"] = 777
     result.write_text(json.dumps(content))
-    done = call(capsys, "show", f"workspace={root}")
+    done = called("card", "show", f"workspace={root}")
     assert done.code == 0
     assert "777 rollouts" in done.stdout
     assert "is not what was published" in done.stderr
@@ -178,16 +167,16 @@ def test_a_changed_record_is_reported_as_a_changed_card(run: RecordedRun, tmp_pa
         (["show", "nothing"], "has no run 'nothing'"),
     ],
 )
-def test_a_missing_card(words, told, run: RecordedRun, tmp_path, capsys, monkeypatch) -> None:
+def test_a_missing_card(words, told, run: RecordedRun, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     where = [f"workspace={run.workspace.root}"] if words[0] == "show" else []
-    done = call(capsys, *words, *where)
+    done = called("card", *words, *where)
     assert done.code == 2
     assert told in done.stderr
 
 
-def test_the_template_is_printed_as_it_is_shipped(capsys: Captured) -> None:
-    assert call(capsys, "template").stdout == shipped_template()
+def test_the_template_is_printed_as_it_is_shipped() -> None:
+    assert called("card", "template").stdout == shipped_template()
 
 
 def test_a_check_imports_nothing_heavy(folder: Path) -> None:

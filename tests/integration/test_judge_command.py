@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.main import main
-from tests.support.command import Finished
+from tests.support.command import called
 from tests.support.judge_server import JudgeServer, Reply, completion
 from tests.support.known_judges import KnownJudge
 from tests.support.recorded_run import RecordedRun
@@ -25,12 +24,6 @@ _DEFECTS = {
 KEY = "sk-very-secret-0123456789"
 
 
-def refiner(capsys: pytest.CaptureFixture[str], *words: str) -> Finished:
-    code = main(list(words))
-    shown = capsys.readouterr()
-    return Finished(code, shown.out, shown.err)
-
-
 def nowhere(tmp_path: Path) -> str:
     return f"workspace={tmp_path}/none"
 
@@ -41,12 +34,12 @@ def at(server: JudgeServer, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("defect", _DEFECTS)
-def test_a_judges_defect_is_found_and_no_other(defect: str, tmp_path, capsys) -> None:
+def test_a_judges_defect_is_found_and_no_other(defect: str, tmp_path) -> None:
     with JudgeServer(KnownJudge(defect)) as server:
         words = [nowhere(tmp_path), *at(server, "judge.form=batched"), "--repeats=2", "--json"]
-        called = refiner(capsys, "judge", "report", *words)
-    assert called.code == 0, called.stderr
-    report = called.json
+        done = called("judge", "report", *words)
+    assert done.code == 0, done.stderr
+    report = done.json
     found = {f["name"] for f in report["findings"] if f["verdict"] == "found"}
     assert found == _DEFECTS[defect], report["findings"]
     allowed = {"found", "not found", *(["not clear"] if defect == "dice" else [])}
@@ -66,26 +59,26 @@ def test_a_judges_defect_is_found_and_no_other(defect: str, tmp_path, capsys) ->
 # ---------------------------------------------------------------- reports
 
 
-def test_the_lexical_judge_needs_no_server_and_a_served_one_needs_its_own(tmp_path, capsys) -> None:
-    called = refiner(capsys, "judge", "report", nowhere(tmp_path), "--sample=3", "--repeats=1")
-    assert called.code == 0
-    assert "3 questions, 6 answers" in called.stdout
-    assert "| not repeatable | not asked |" in called.stdout
-    assert "--out DIR" in called.stderr
+def test_the_lexical_judge_needs_no_server_and_a_served_one_needs_its_own(tmp_path) -> None:
+    done = called("judge", "report", nowhere(tmp_path), "--sample=3", "--repeats=1")
+    assert done.code == 0
+    assert "3 questions, 6 answers" in done.stdout
+    assert "| not repeatable | not asked |" in done.stdout
+    assert "--out DIR" in done.stderr
     assert not (tmp_path / "none").exists(), "nothing is written uninvited"
     words = ["judge.kind=openai", "judge.model=m", "judge.serve.engine=vllm"]
-    called = refiner(capsys, "judge", "report", nowhere(tmp_path), *words)
-    assert called.code == 2
-    assert "refiner judge servers" in called.stderr
+    done = called("judge", "report", nowhere(tmp_path), *words)
+    assert done.code == 2
+    assert "refiner judge servers" in done.stderr
 
 
-def test_two_judges_are_compared_and_the_files_hold_the_printed_report(tmp_path, capsys) -> None:
+def test_two_judges_are_compared_and_the_files_hold_the_printed_report(tmp_path) -> None:
     with JudgeServer(KnownJudge()) as sound, JudgeServer(KnownJudge("first source")) as other:
         words = [nowhere(tmp_path), *at(sound), "--repeats=2", f"--out={tmp_path}/kept", "--json"]
         against = ["--against", f"judge.base_url={other.base_url}", "--against", "judge.model=n"]
-        called = refiner(capsys, "judge", "report", *words, *against)
-    assert called.code == 0, called.stderr
-    report = called.json
+        done = called("judge", "report", *words, *against)
+    assert done.code == 0, done.stderr
+    report = done.json
     assert report["judges"]["rubric"]["kappa"]["value"] == 1.0
     assert report["judges"]["citation_recall"]["kappa"]["value"] < 0.9
     assert report["gold"]["citation_recall"]["kappa"]["value"] == 1.0
@@ -100,13 +93,13 @@ def test_two_judges_are_compared_and_the_files_hold_the_printed_report(tmp_path,
     assert rubric["completion_tokens"] == 60 * 7
 
 
-def test_repeats_bypass_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeats_bypass_the_store(tmp_path: Path) -> None:
     """With a store in between every judge would be perfectly repeatable."""
     with JudgeServer(KnownJudge()) as server:
         words = [nowhere(tmp_path), *at(server), "--sample=1", "--repeats=3", "--json"]
-        first = refiner(capsys, "judge", "report", *words)
+        first = called("judge", "report", *words)
         asked = len(server.bodies)
-        refiner(capsys, "judge", "report", *words)
+        called("judge", "report", *words)
         assert len(server.bodies) == 2 * asked
         said = [json.dumps(body["messages"]) for body in server.bodies]
     assert first.json["repeatability"]["all"]["repeats"] == 3
@@ -114,7 +107,7 @@ def test_repeats_bypass_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_a_run_is_measured_on_its_own_answers(evaluated: bool, tmp_path, capsys) -> None:
+def test_a_run_is_measured_on_its_own_answers(evaluated: bool, tmp_path) -> None:
     run = RecordedRun(tmp_path / "runs", "reward.rubric_source=instance+static")
     run.data()
     run.train("sft")
@@ -123,9 +116,9 @@ def test_a_run_is_measured_on_its_own_answers(evaluated: bool, tmp_path, capsys)
         run.evaluate("evaluate-grpo")
     where = f"workspace={tmp_path}/runs"
     words = ["judge", "report", run.run.run, where, "--repeats=2", "--sample=4"]
-    called = refiner(capsys, *words, "--json")
-    assert called.code == 0, called.stderr
-    report = called.json
+    done = called(*words, "--json")
+    assert done.code == 0, done.stderr
+    report = done.json
     assert report["material"]["name"] == f"answers of run {run.run.run}"
     assert 1 <= report["material"]["questions"] <= 4
     assert report["material"]["requests"]["rubric"] > 0
@@ -134,53 +127,53 @@ def test_a_run_is_measured_on_its_own_answers(evaluated: bool, tmp_path, capsys)
     folder = Path(report["folder"])
     assert folder.parent == tmp_path / "runs" / "judge-reports"
     assert (folder / "report.md").is_file()
-    assert refiner(capsys, *words, "--json").json["folder"] == str(folder)
-    other = refiner(capsys, *words, "reward.static_rubrics=reader-v1", "--json").json
+    assert called(*words, "--json").json["folder"] == str(folder)
+    other = called(*words, "reward.static_rubrics=reader-v1", "--json").json
     assert other["folder"] != str(folder), "other questions are another report"
 
 
 # ---------------------------------------------------------------- one question by hand
 
 
-def test_a_question_by_hand_shows_score_and_tokens_or_the_reply(tmp_path, capsys) -> None:
+def test_a_question_by_hand_shows_score_and_tokens_or_the_reply(tmp_path) -> None:
     usage = {"prompt_tokens": 321, "completion_tokens": 9}
     given = ["--question=Which crop?", "--answer=Wheat.", "--criterion=Names wheat."]
     with JudgeServer(lambda body, call: completion('{"score": 1}', usage=usage)) as server:
-        called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server), *given)
+        done = called("judge", "ask", nowhere(tmp_path), *at(server), *given)
         assert "Names wheat." in server.bodies[0]["messages"][-1]["content"]
-    assert called.code == 0, called.stderr
+    assert done.code == 0, done.stderr
     for said in ("score        0.5", "321 read, 9 written", "schema       taken"):
-        assert said in called.stdout
+        assert said in done.stdout
     with JudgeServer(lambda body, call: completion("The answer is fine, I think.")) as server:
-        called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
-    assert called.code == 1
-    assert "The answer is fine" in called.stdout
+        done = called("judge", "ask", nowhere(tmp_path), *at(server))
+    assert done.code == 1
+    assert "The answer is fine" in done.stdout
 
 
-def test_a_missing_server_and_a_refused_key_are_named(tmp_path, capsys, monkeypatch) -> None:
+def test_a_missing_server_and_a_refused_key_are_named(tmp_path, monkeypatch) -> None:
     words = ["judge.base_url=http://127.0.0.1:9/v1", "judge.model=m", "judge.outage_patience_s=0.2"]
-    called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *words)
-    assert called.code == 7
-    assert "127.0.0.1:9" in called.stderr
+    done = called("judge", "ask", nowhere(tmp_path), *words)
+    assert done.code == 7
+    assert "127.0.0.1:9" in done.stderr
     monkeypatch.setenv("REFINER_JUDGE_API_KEY", KEY)
     refusal = Reply(status=401, body=f"Incorrect API key provided: {KEY}")
     with JudgeServer(lambda body, call: refusal) as server:
-        called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
-    assert called.code != 0
-    assert "REFINER_JUDGE_API_KEY" in called.stderr
-    assert KEY not in called.stdout + called.stderr
+        done = called("judge", "ask", nowhere(tmp_path), *at(server))
+    assert done.code != 0
+    assert "REFINER_JUDGE_API_KEY" in done.stderr
+    assert KEY not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("replies", ["0.5", "1"])
-def test_a_judge_on_another_scale_is_found_before_a_run_asks_it(replies, tmp_path, capsys) -> None:
+def test_a_judge_on_another_scale_is_found_before_a_run_asks_it(replies, tmp_path) -> None:
     """Rubrics take 0.5 and 1, sources only 0 or 2. A run asks both."""
     with JudgeServer(lambda body, call: completion(f'{{"score": {replies}}}')) as server:
-        called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
-        assert called.code == 1
+        done = called("judge", "ask", nowhere(tmp_path), *at(server))
+        assert done.code == 1
         assert f"the score is none of (0.0, {'1.0, ' * (replies == '0.5')}2.0): {replies}" in (
-            called.stdout + called.stderr
+            done.stdout + done.stderr
         )
-        looked = refiner(capsys, "doctor", "tiny", *at(server), "judge.kind=openai",
+        looked = called("doctor", "tiny", *at(server), "judge.kind=openai",
                          "--only=judge")  # fmt: skip
     assert looked.code == 8
     assert f"2.0): {replies}" in looked.stdout

@@ -11,8 +11,9 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from refiner_core.judges.context import JudgeContext, MemoryStore
 from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.training.rollouts.rollout import group_advantages
+from tests.support.command import wait_until
 from tests.support.judge_server import (
     JudgeProcess,
     JudgeServer,
@@ -172,23 +174,6 @@ def test_bad_replies_to_thirty_percent_of_tries_cost_no_score() -> None:
 # ---------------------------------------------------------------- servers that come and go
 
 
-@dataclass
-class Later:
-    """An action in its own thread, once a condition holds."""
-
-    when: Callable[[], bool]
-    what: Callable[[], None]
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while not self.when():
-            time.sleep(0.002)
-        self.what()
-
-
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[JudgeProcess]:
     with JudgeProcess(tmp_path, delay_s=0.02) as running:
@@ -201,13 +186,15 @@ def test_a_server_restarted_during_a_batch_costs_only_time(process: JudgeProcess
     with a_judge(process.base_url, around, concurrency=16) as judge:
 
         def restart() -> None:
+            wait_until(lambda: process.received > 80, "calls", 30)
             process.kill()
             time.sleep(0.5)
             process.start()
 
-        later = Later(lambda: process.received > 80, restart)
-        assert hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge)) == 0
-        later.thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            restarted = pool.submit(restart)
+            assert hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge)) == 0
+            restarted.result()
         usage = judge.usage()
     assert usage.calls == sum(usage.answers.values()) + sum(usage.lost.values())
     assert process.received - 16 <= usage.answers[200] <= process.received

@@ -5,8 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from flows.notifying import sender
 from flows.notifying.sender import unsent
 from infra.store.workspace import Workspace
-from tests.support.command import environment, refiner
+from tests.support.command import environment, refiner, wait_until
 from tests.support.hook import Hook
 from tests.support.told_campaign import patch_router, told_run
 
@@ -73,14 +72,6 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
         yield hook
 
 
-def wait_for(look: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
-
-
 def senders() -> list[psutil.Process]:
     """Processes that send messages."""
     found = []
@@ -118,9 +109,9 @@ def test_a_server_that_hangs_delays_nothing(place: Place, hook: Hook, monkeypatc
     monkeypatch.setattr(sender, "CATCH_UP_S", 0.5)
     told_run(place.root, {"command": place.command, "urls": ["TEAM_HOOK"]})
     assert "two minutes" in capfd.readouterr().err
-    wait_for(lambda: place.kinds == ["finished"])
+    wait_until(lambda: place.kinds == ["finished"], "the end", 30)
     assert place.unsent == [], "the hook still has it"
-    (left,) = wait_for(lambda: place.unsent, 60)
+    (left,) = wait_until(lambda: place.unsent, "a failed message", 60)
     assert (left["channel"], left["kind"]) == ("TEAM_HOOK", "finished")
 
 
@@ -136,7 +127,7 @@ def test_a_failed_channel_is_reported_and_fails_no_run(place: Place, capfd) -> N
 def test_ctrl_c_is_reported_on_request(place: Place) -> None:
     place.behave(steps=1000)
     process = place.start({"command": place.command, "on": ["stopped"]})
-    wait_for(lambda: list(place.root.glob("stages/*/attempts/*/heartbeat.json")))
+    wait_until(lambda: [*place.root.glob("stages/*/attempts/*/heartbeat.json")], "a heartbeat", 30)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 6
     assert place.kinds == ["stopped"]
@@ -147,14 +138,14 @@ def test_a_killed_orchestrator_and_the_end_of_its_run_are_reported(place: Place)
     place.behave(steps=100)
     notify = {"command": place.command}
     process = place.start(notify)
-    wait_for(lambda: list(place.root.glob("stages/*/attempts/*/heartbeat.json")))
+    wait_until(lambda: [*place.root.glob("stages/*/attempts/*/heartbeat.json")], "a heartbeat", 30)
     (child,) = [p for p in psutil.Process(process.pid).children() if p in senders()]
     process.kill()
     process.wait()
-    wait_for(lambda: place.kinds == ["failed"])
+    wait_until(lambda: place.kinds == ["failed"], "a message", 30)
     assert place.told[0]["cause"] == "orchestrator_gone"
     assert place.told[0]["next"] == f"refiner resume {place.run} workspace={place.root}"
-    wait_for(lambda: child not in senders())
+    wait_until(lambda: child not in senders(), "the end of the sender", 30)
     assert place.start(notify, place.run).wait(60) == 0
     assert place.kinds == ["failed", "finished"]
 

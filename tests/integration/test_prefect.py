@@ -1,10 +1,8 @@
 """Runs of a terminal as Prefect shows them, on a real server; the work never depends on it."""
 
 import os
-import pty
 import re
 import signal
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -18,7 +16,7 @@ from infra.prefect_server import ensure_server, server_status, terminal_link
 from refiner_core.contract.records import AttemptOutcome
 from refiner_core.contract.types import Progress
 from tests.support.browser import chromium
-from tests.support.command import command, environment, refiner
+from tests.support.command import on_terminal, refiner
 from tests.support.plans import claim
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.recorded_call import RecordedCall
@@ -244,26 +242,8 @@ def test_the_server_answers_nobody_without_the_key(prefect: PrefectApi) -> None:
 # ---------------------------------------------------------------- the link of `refiner server`
 
 
-def on_a_terminal(*words: str) -> str:
-    """What a command prints on a terminal."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        command(*words), env=environment(), stdin=theirs, stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
-    said = b""
-    try:
-        while piece := os.read(ours, 65536):
-            said += piece
-    except OSError:  # how a pseudo-terminal says that its other end is closed
-        process.wait(60)
-    finally:
-        os.close(ours)
-    return said.decode()
-
-
 def test_the_link_opens_the_page_and_shows_no_key(prefect: PrefectApi, tmp_path: Path) -> None:
-    found = re.search(r"http://\S+open\.html#\S+", on_a_terminal("server"))
+    found = re.search(r"http://\S+open\.html#\S+", on_terminal("server").decode())
     assert found
     with chromium(tmp_path / "stranger") as page:
         page.show(f"{prefect.info.url}/dashboard")
@@ -280,7 +260,7 @@ def test_the_link_opens_the_page_and_shows_no_key(prefect: PrefectApi, tmp_path:
 
 
 def test_the_link_leads_to_no_other_site(prefect: PrefectApi, tmp_path: Path) -> None:
-    on_a_terminal("server")  # the page is there
+    on_terminal("server")  # the page is there
     with chromium(tmp_path / "profile") as page:
         for target in ("//example.org/", "https://example.org/", "javascript:alert(1)"):
             page.show(f"{prefect.info.url}/open.html#me:key,{target}")

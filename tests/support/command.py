@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -89,6 +90,27 @@ def called(*args: str) -> Finished:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([*args])
     return Finished(code, out.getvalue(), err.getvalue())
+
+
+def on_terminal(*args: str) -> bytes:
+    """What the command writes to a terminal; it has to end well."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        command(*args),
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env={**environment(), "TERM": "xterm"},
+        start_new_session=True,
+    )
+    os.close(follower)
+    said = b""
+    with contextlib.suppress(OSError):  # how a pseudo-terminal says that its other end is closed
+        while piece := os.read(leader, 65536):
+            said += piece
+    os.close(leader)
+    assert process.wait(60) == 0, said
+    return said
 
 
 def start(*args: str, cwd: Path | None = None) -> subprocess.Popen[str]:

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.cli.main import main
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.rubrics import Rubric, load_rubric_set, shipped_rubric_sets
 from refiner_core.rubrics.lint import check_file, wording
+from tests.support.command import Finished, called
 
 SOUND = "Names the year in which the bridge was opened."
 
@@ -226,25 +226,19 @@ def test_parquet_rows_are_checked_as_lines_are(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    code = main(["rubrics", *argv])
-    return code, capsys.readouterr().out
+def test_the_command_exits_by_its_findings(tmp_path: Path) -> None:
+    def check(*words: str) -> Finished:
+        return called("rubrics", "check", *words)
 
-
-def test_the_command_exits_by_its_findings(tmp_path, capsys) -> None:
     warned = set_file(tmp_path, "rubrics:\n  - {title: a, description: Should not speculate.}\n")
-    assert run(capsys, "check", "v3")[0] == 0
-    code, out = run(capsys, "check", warned)
-    assert code == 0
-    assert f"{warned}:2 rubrics[0] 'a'" in out
-    assert run(capsys, "check", warned, "--strict")[0] == 3
+    assert check("v3").code == check(warned).code == 0
+    assert f"{warned}:2 rubrics[0] 'a'" in check(warned).stdout
+    assert check(warned, "--strict").code == 3
     wrong = rows_file(tmp_path, *[row({"title": "t", "description": ""})] * 5)
-    code, out = run(capsys, "check", wrong)
-    assert code == 3
-    assert "(2 more: --all)" in out
-    assert "more: --all" not in run(capsys, "check", wrong, "--all")[1]
-    code, out = run(capsys, "check", warned, "--json")
-    found = json.loads(out)
-    assert (code, found["warnings"], found["errors"]) == (0, 1, 0)
+    assert check(wrong).code == 3
+    assert "(2 more: --all)" in check(wrong).stdout
+    assert "more: --all" not in check(wrong, "--all").stdout
+    found = check(warned, "--json").json
+    assert (found["warnings"], found["errors"]) == (1, 0)
     assert {"line", "rule", "what", "why", "fix", "severity"} <= set(found["findings"][0])
-    assert run(capsys, "check", str(tmp_path / "nowhere.yaml"))[0] == 2
+    assert check(str(tmp_path / "nowhere.yaml")).code == 2

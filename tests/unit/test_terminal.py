@@ -3,8 +3,6 @@ and a missing one has a reason."""
 
 import io
 import os
-import pty
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.records import AttemptOutcome, RunRecord, to_json
 from refiner_core.contract.types import StageView
 from refiner_core.report.printing import table_lines
-from tests.support.command import command, environment, refiner
+from tests.support.command import on_terminal, refiner
 from tests.support.plans import claim, run_record, small_plan
 
 #: Clears the screen, sets the title, writes the clipboard, hides a line, turns text around.
@@ -39,25 +37,6 @@ HOSTILE += "\u202eg\rh\x1b(0"
 )
 def test_nothing_but_text_is_printable(text: str, shown: str) -> None:
     assert printable(text) == shown
-
-
-def on_terminal(*words: str) -> bytes:
-    """What a command writes to a terminal."""
-    leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        command(*words), stdin=subprocess.DEVNULL, stdout=follower, stderr=follower,
-        env={**environment(), "TERM": "xterm"}, start_new_session=True,
-    )  # fmt: skip
-    os.close(follower)
-    said = b""
-    try:
-        while piece := os.read(leader, 65536):
-            said += piece
-    except OSError:  # it has ended
-        pass
-    os.close(leader)
-    assert process.wait(60) == 0, said
-    return said
 
 
 @pytest.fixture
