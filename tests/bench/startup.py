@@ -18,23 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows.running.following import SweepFollower
-from flows.sweeping.launching import record_version
-from flows.sweeping.planning import make_sweep_plan
 from infra.prefect_server import server_status, stop_server
-from infra.store.layout import sweep_call
-from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
-from tests.bench.sweeps import sweep_file
 from tests.support.command import SMALL, command, environment
 from tests.support.prefect_server import PrefectApi
 
 ROUNDS, COLD_ROUNDS = 5, 2
-#: A ratio, seconds, and a share of a core.
-WORK_BEGINS, SHOWN_COLD, SHOWN_WARM, NOTHING_TO_DO, FOLLOWED = 1.1, 25.0, 5.0, 1.5, 0.05
-TRIALS, LOOKS, CHANGES = 1_000, 60, 20
-#: A flow run asks once a second.
-LOOK_EVERY_S = 1.0
+#: A ratio, and seconds.
+WORK_BEGINS, SHOWN_COLD, SHOWN_WARM, NOTHING_TO_DO = 1.1, 25.0, 5.0, 1.5
 _LONGEST_S = 300.0
 _POLL_S = 0.005
 
@@ -47,7 +38,7 @@ def main(arguments: list[str]) -> int:
         os.environ["REFINER_STATE_DIR"] = str(folder / "state")
         os.environ.pop("PREFECT_API_URL", None)
         try:
-            lines = [*commands(folder, rounds), following(folder)]
+            lines = commands(folder, rounds)
         finally:
             stop_server()
     return 0 if all(line.get("ratio", line["ours"]) <= line["goal"] for line in lines) else 1
@@ -118,38 +109,6 @@ def _until(look: Callable[[], bool], began: float) -> float:
             raise TimeoutError(f"not within {_LONGEST_S:.0f} s")
         time.sleep(_POLL_S)
     return time.perf_counter() - began
-
-
-def following(folder: Path) -> dict[str, Any]:
-    """The share of a core that looking at a sweep of many trials takes, while some of them change
-    between two looks."""
-    plan = make_sweep_plan(sweep_file(folder, TRIALS), [f"workspace={folder / 'swept'}"])
-    room = Workspace.open(folder / "swept")
-    record = record_version(plan, room, (), {})
-    call, names = sweep_call(record.name), [t.name for t in plan.trials]
-    events = room.layout.run(call).events
-    events.parent.mkdir(parents=True, exist_ok=True)
-    follower = SweepFollower(room, record)
-    with events.open("a", encoding="utf-8") as log:
-
-        def print_line(state: str, trials: list[str]) -> None:
-            lines = ({"event": "trial", "trial": t, "state": state, "run": t} for t in trials)
-            log.writelines(f"{json.dumps(line)}\n" for line in lines)
-            log.flush()
-
-        print_line("running", names)
-        follower.look()
-        used = 0.0
-        for i in range(LOOKS):
-            print_line("done", [names[(i * CHANGES + k) % TRIALS] for k in range(CHANGES)])
-            before = time.process_time()
-            views = follower.look()
-            follower.new_events()
-            orchestrator_of(room, call)
-            used += time.process_time() - before
-    assert sum(view.state == "done" for view in views.values()) == min(TRIALS, LOOKS * CHANGES)
-    share = used / (LOOKS * LOOK_EVERY_S)
-    return _line(f"following {TRIALS:,} trials, share of a core", share, None, FOLLOWED, LOOKS)
 
 
 def _line(

@@ -119,21 +119,15 @@ def typed(shell: list[str], setup: str, keys: str, wanted: str, env: dict[str, s
     return shown.replace("\a", "")
 
 
+BASH = ("refiner plan tiny-z\tgrpo.kl_e\t4 judge.kind=o\t", "kl_estimator=kl4 judge.kind=openai")
+ZSH = ("refiner plan tiny-z\tgrpo.be\t", "grpo.beta=0.001")
+
+
 @pytest.mark.parametrize(
     ("shell", "setup", "keys", "wanted"),
     [
-        (
-            "bash --norc --noprofile -i",
-            "",
-            "refiner plan tiny-z\tgrpo.kl_e\t4 judge.kind=o\t",
-            "refiner plan tiny-zero3 grpo.kl_estimator=kl4 judge.kind=openai",
-        ),
-        (
-            "zsh -f -i",
-            "autoload -Uz compinit; compinit -D; ",
-            "refiner plan tiny-z\tgrpo.be\t",
-            "grpo.beta=0.001",
-        ),
+        ("bash --norc --noprofile -i", "", *BASH),
+        ("zsh -f -i", "autoload -Uz compinit; compinit -D; ", *ZSH),
     ],
 )
 def test_the_tab_key_works(shell, setup, keys, wanted, on_path: dict[str, str]) -> None:

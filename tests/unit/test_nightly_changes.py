@@ -12,8 +12,6 @@ from refiner_core.nightly.changes import (
     Change,
     NightPoint,
     Values,
-    compare,
-    night_noise,
     read_series,
     reportable,
 )
@@ -134,22 +132,6 @@ def test_the_canary_speaks_of_the_nights_in_which_numbers_were_made() -> None:
     first = series(rng, np.zeros(1), np.zeros(1))[0]
     kept = [NightPoint(n, NIGHTS[0], first.digest, first.values) for n in NIGHTS[:20]]
     assert read_series(kept, canary)[0] == ()
-
-
-def test_few_nights_know_little_of_their_own_spread() -> None:
-    quiet, restless = night_noise([0.5] * 4), night_noise([0.5, 0.51, 0.49, 0.5])
-    assert quiet.spread == 0
-    assert restless.freedom < night_noise([0.5, 0.51] * 20).freedom
-    a, b = Values(PROMPTS, np.full(60, 0.5)), Values(PROMPTS, np.full(60, 0.53))
-    assert compare(b, a, quiet).beyond(3.0)
-    assert not compare(b, a, restless).beyond(3.0)
-
-
-def test_prompts_that_only_one_side_has_are_left_out() -> None:
-    a = Values.of(["x", "y", "z"], [0.1, 0.2, 0.3])
-    b = Values.of(["z", "y", "w"], [0.5, 0.4, 0.9])
-    found = compare(b, a)
-    assert (found.n, found.difference) == (2, pytest.approx(0.2))
 
 
 # ---------------------------------------------------------------- nights

@@ -30,18 +30,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@pytest.mark.parametrize("step_s", [-HOUR_S, -5, 5, HOUR_S])
-def test_a_step_of_the_clock_makes_no_process_another(
-    sleeper: subprocess.Popen[bytes], monkeypatch, step_s
-) -> None:
-    """Set by NTP, or a virtual machine that was asleep: else a second worker would begin."""
-    before = str(ProcessId.of(sleeper.pid))
-    real = psutil._pslinux.boot_time  # the kernel gives a time that follows the clock
-    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: real() + step_s)
-    assert ProcessId.parse(before).alive
-    assert str(ProcessId.of(sleeper.pid)) == before
-
-
 def test_a_reused_pid_is_another_process(sleeper: subprocess.Popen[bytes]) -> None:
     found = ProcessId.of(sleeper.pid)
     assert found == ProcessId.parse(str(found))

@@ -86,15 +86,6 @@ def test_a_named_section_is_fixed_as_a_whole(tmp_path: Path) -> None:
     assert len(own) == 3, "by their own protocols the arms cannot be compared"
 
 
-def test_other_settings_are_those_of_the_recipe(tmp_path: Path) -> None:
-    file = write(tmp_path, "grpo: {response_length: 32}")
-    config = tiny(file, more=("reward.paper_citation_weight=0.5", "evaluate.num_samples=3"))
-    measured = configs_under(config)["mine"]
-    assert measured.grpo == replace(config.grpo, response_length=32)
-    assert (measured.reward, measured.judge) == (config.reward, config.judge)
-    assert measured.evaluate == replace(config.evaluate, protocols=())
-
-
 def test_a_protocol_uses_the_recipes_servers_of_its_judge_unless_it_names_its_own(tmp_path) -> None:
     file = write(tmp_path, "judge: {kind: openai, model: m, form: batched}")
     where = ("judge.kind=openai", "judge.base_url=http://10.0.0.7:8000/v1", "judge.concurrency=7")

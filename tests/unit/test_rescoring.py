@@ -167,17 +167,6 @@ def test_stored_judgements_answer_the_questions_that_they_were_given_to() -> Non
     assert proof["warning"] == ""
 
 
-def test_other_rubrics_ask_only_for_themselves() -> None:
-    reward = RewardConfig()
-    rollouts = stored_by(Asked(), reward, [ANSWER])
-    known = recorded(rollouts, questions_of(rollouts, reward))
-    other = Asked()
-    scores_under(
-        rollouts, RewardConfig(rubric_source="static"), RecordedJudge(known, other), "standard"
-    )
-    assert {r.kind for r in other.requests} == {"rubric"}
-
-
 def test_totals_that_differ_from_stored_ones_are_counted() -> None:
     rollouts = stored_by(Asked(), RewardConfig(), [ANSWER, ANSWER.replace("Well", "So")])
     results, advantages = [r.result for r in rollouts], [r.advantage for r in rollouts]

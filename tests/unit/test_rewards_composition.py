@@ -182,14 +182,6 @@ def test_totals_stay_within_the_bounds_of_their_settings(scores, citation, bonus
     assert low - 1e-9 <= total <= high + 1e-9
 
 
-def test_alternatives_leave_the_bounds_of_the_default() -> None:
-    additive = RewardConfig(combination="additive")
-    full = total_reward(additive, judge=1.0, citation=1.0, bonus=1.0, stopped=True)
-    assert full == pytest.approx(12.0)
-    fault = [(Rubric("n", "d", "negative", 3.0), 1.0)]
-    assert [aggregate_rubrics(fault, a) for a in AGGREGATIONS] == [0.0, -1.0, -3.0]
-
-
 # ---------------------------------------------------------------- monotonicity
 
 

@@ -14,7 +14,7 @@ from flows.reporting.run.report import changed_settings, masked_overrides
 from flows.reporting.run.results import choose, points_of, text_in_training
 from flows.reporting.samples import SamplesReader
 from infra.host.secrets import HIDDEN, masked, without_secrets
-from infra.store.traces import MetricsLine, read_metrics
+from infra.store.traces import MetricsLine
 from refiner_core.answers import parse_answer
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.records import to_json
@@ -184,14 +184,6 @@ def test_secrets_of_the_environment_are_masked(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ---------------------------------------------------------------- large files
-
-
-def test_only_wanted_metrics_of_a_log_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = [{"step": n, "metrics": {"scores": n, "other": 1.0}} for n in (1, 2)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "met')
-    assert read_metrics(path, ["scores", "gone"]) == [(1, {"scores": 1}), (2, {"scores": 2})]
-    assert [line.metrics.get("other") for line in read_metrics(path)] == [1.0, 1.0]
 
 
 def test_answers_are_found_wherever_in_a_file_they_lie(tmp_path: Path) -> None:

@@ -16,36 +16,21 @@ from refiner_core.contract.records import (
 )
 
 SPEC = StageSpec(1, "grpo", "grpo", "f" * 64, "grpo", 1, {}, {}, {})
+BEGAN = {
+    "claimed_at": "2026-11-21T01:00:00.000+00:00",
+    "started_at": "2026-11-21T01:01:00.000+00:00",
+}
+ENDED = {"ended_at": "2026-11-21T03:12:00.000+00:00", "seconds": 5000.0}
 FIRST = Attempt(
-    number=1,
-    comment="refiner-grpo",
-    executor="slurm",
-    owner="login:1:1.00",
-    claimed_at="2026-11-21T01:00:00.000+00:00",
-    job_id="17",
-    started_at="2026-11-21T01:01:00.000+00:00",
-    ended_at="2026-11-21T03:12:00.000+00:00",
-    resumed_from_step=50,
-    node="n3",
-    seconds=5000.0,
+    1, "refiner-grpo", "slurm", "login:1:1.00", **BEGAN, **ENDED, resumed_from_step=50, node="n3"
 )
-SECOND = replace(
-    FIRST,
-    number=2,
-    claimed_at="2026-11-21T03:13:00.000+00:00",
-    started_at="2026-11-21T03:16:00.000+00:00",
-    ended_at=None,
-    resumed_from_step=99,
-    seconds=None,
-)
-QUOTA = AttemptOutcome(
-    "disk_full",
-    "resume",
-    "No space left in /scratch/checkpoints while saving the checkpoint of step 100: 122",
-    5,
-    step=100,
-    errno=122,
-)
+AGAIN = {
+    "claimed_at": "2026-11-21T03:13:00.000+00:00",
+    "started_at": "2026-11-21T03:16:00.000+00:00",
+}
+SECOND = replace(FIRST, number=2, **AGAIN, ended_at=None, resumed_from_step=99, seconds=None)
+FULL = "No space left in /scratch/checkpoints while saving the checkpoint of step 100: 122"
+QUOTA = AttemptOutcome("disk_full", "resume", FULL, 5, step=100, errno=122)
 
 
 def ended(failure: FailureClass, step: int | None = None, message: str = "") -> Attempt:

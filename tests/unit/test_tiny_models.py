@@ -12,7 +12,6 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import DeskEnvironment
-from refiner_core.environments.turns import call_text
 from refiner_core.generation.load import load_model, resolve_ref
 from refiner_core.models import builtin_model_dir
 from refiner_core.models.random_model import make_random_model
@@ -94,24 +93,6 @@ def test_the_tokenizer_of_tools_keeps_the_ids_of_the_base(tokenizer, of_tools):
     assert all(new[token] == index for token, index in old.items())
     text = " Fetmel festival<snippet id=S_a5B5>"
     assert ids_of(of_tools, text)[:3] == ids_of(tokenizer, text)[:3]
-
-
-def test_words_of_the_desk_need_no_bytes(of_tools, desk):
-    """A word that the vocabulary lacks makes episodes longer, and is hard to copy."""
-    allowed = set("0123456789 .,?:\n{}[]\"'()_-ĠĊ")
-    texts = [desk.policy(domain) for domain in desk.domains()]
-    tasks = desk.tasks("train")
-    for number, task in enumerate(tasks[:: len(tasks) // 45]):
-        episode = desk.episode(task)
-        texts += [message.content for message in episode.reset(number)]
-        for call in desk.expert(task, number, flawed=number % 3 == 0):
-            step = episode.step(call)
-            texts += [call_text(call), *(message.content for message in step.messages)]
-            if step.done:
-                break
-    for text in texts:
-        spelled = {token for token in of_tools.tokenize(text) if len(token) == 1}
-        assert {s for s in spelled if s.isalpha() and s not in "ai"} <= allowed, text
 
 
 def test_tools_calls_and_results_are_rendered(tokenizer, of_tools):

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import stat
 import subprocess
 import threading
 from dataclasses import replace
@@ -26,7 +25,7 @@ from infra.store.provenance import (
     run_provenance,
 )
 from infra.store.records import Part
-from infra.store.workspace import FORMAT, SHARED, StageClaim, Workspace
+from infra.store.workspace import FORMAT, StageClaim, Workspace
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError, WorkspaceError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.plan import Plan, make_plan
@@ -84,17 +83,6 @@ def test_a_folder_that_cannot_be_written_is_no_crash(tmp_path, monkeypatch, numb
     monkeypatch.setattr(atomic, "_write_new", refuse)
     with pytest.raises(kind):
         Workspace.open(tmp_path / "ws")
-
-
-def test_files_follow_the_umask_of_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SHARED, str(tmp_path / "ws"))
-    before = os.umask(0o002)
-    try:
-        workspace = Workspace.open(tmp_path / "ws")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(workspace.layout.format_file.stat().st_mode) == 0o664
-    assert stat.S_IMODE(workspace.layout.stages.stat().st_mode) == 0o775
 
 
 # ---------------------------------------------------------------- data in another place
