@@ -1,14 +1,13 @@
 """`refiner card`: a card is checked against its evidence, files and records."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from refiner_core.cards.build import shipped_template
-from tests.support.command import called, refiner
+from tests.support.command import called, finished, refiner
 from tests.support.git_hub import LoopbackHub
 from tests.support.recorded_run import RecordedRun
 
@@ -166,7 +165,5 @@ def test_a_check_imports_nothing_heavy(folder: Path) -> None:
         f"print('HEAVY', sorted(set({heavy!r}) & set(sys.modules)), file=sys.stderr)\n"
     )
     words = ["card", "check", str(folder / "README.md")]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
-    )
+    done = finished([sys.executable, "-c", script, *words])
     assert "HEAVY []" in done.stderr, done.stderr

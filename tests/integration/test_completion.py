@@ -14,7 +14,7 @@ import pytest
 
 from flows.cli.main import cli
 from flows.starting.completion import candidates
-from tests.support.command import ROOT, environment
+from tests.support.command import ROOT, environment, finished
 from tests.support.recorded_run import RecordedRun
 from tests.support.require import require
 
@@ -78,9 +78,7 @@ def test_it_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'prefect', 'omegaconf', 'numpy', 'transformers', 'submitit', 'rich'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = finished([sys.executable, "-c", script])
     assert done.stdout.split() == ["plain,grpo.beta=0.001", "[]"]
 
 
@@ -142,8 +140,5 @@ def test_the_tab_key_works(shell, setup, keys, wanted, on_path: dict[str, str]) 
 def test_fish_completes_with_a_few_words_about_each(on_path: dict[str, str]) -> None:
     require("shells", shutil.which("fish"), "no fish here")
     script = "refiner completion fish 2>/dev/null | source; complete -C 'refiner plan tiny grpo.be'"
-    done = subprocess.run(
-        ["fish", "--no-config", "-c", script],
-        capture_output=True, text=True, env=on_path, check=False,
-    )  # fmt: skip
+    done = finished(["fish", "--no-config", "-c", script], env=on_path)
     assert done.stdout.startswith("grpo.beta=0.001\tKL coefficient"), done.stderr

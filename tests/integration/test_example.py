@@ -5,7 +5,6 @@ Its sweep is drawn, with rollouts beside it; matplotlib draws without a screen.
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from flows import api
 from infra.store.traces import encode_rollouts
+from tests.support.command import finished
 from tests.support.recorded_sweep import RecordedSweep
 
 ROOT = Path(__file__).parents[2]
@@ -45,15 +45,9 @@ def ran(sweep: RecordedSweep) -> tuple[str, Path]:
     """What it prints, and where its pictures lie."""
     out = sweep.root.parent / "pictures"
     command = [sys.executable, "-m", "flows.examples.compare_two_arms"]
-    done = subprocess.run(
-        [*command, str(sweep.root), sweep.name, str(out)],
-        cwd=ROOT,
-        env={**os.environ, "MPLBACKEND": "Agg"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command += [str(sweep.root), sweep.name, str(out)]
+    done = finished(command, ROOT, {**os.environ, "MPLBACKEND": "Agg"})
+    assert done.code == 0, done.stderr
     return done.stdout, out
 
 

@@ -8,15 +8,12 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flows.cli.main import main
 from flows.stages.judging import judge_by_hand, judge_for
 from infra.judgements import store
 from infra.judgements.segments import summarise
@@ -24,7 +21,7 @@ from infra.judgements.store import WorkspaceStore
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.types import JudgeRequest, Progress, StoredJudgement
-from tests.support.command import ROOT, environment, wait_until
+from tests.support.command import ROOT, called, environment, wait_until
 from tests.support.judge_server import JudgeServer, Reply, digest_of, verdict
 from tests.support.judged_life import config_of, live, prepare, work_of
 
@@ -155,41 +152,29 @@ def test_a_stage_reports_that_it_waits_for_its_judge(tmp_path: Path) -> None:
 QUESTIONS = [JudgeRequest("rubric", "Why?", f"Because {n}.", "It says why.") for n in range(6)]
 
 
-def served(server: JudgeServer, **changes: Any) -> JudgeConfig:
-    first = JudgeConfig(kind="openai", model="m", base_url=server.base_url, concurrency=4)
-    return replace(first, **changes)
-
-
-@pytest.fixture
-def calls(tmp_path: Path) -> Callable[..., int]:
-    """Count the calls of a judge with other settings, once a first one has judged all."""
-    workspace = Workspace.open(tmp_path / "ws")
-
-    def count(**changes: Any) -> int:
-        with JudgeServer(lambda body, call: verdict(body)) as server:
-            with judge_by_hand(served(server, **changes), workspace) as judge:
-                assert {j.status for j in judge.judge(QUESTIONS)} == {"scored"}
-            return len(server.bodies)
-
-    assert count() == len(QUESTIONS)
-    return count
+def calls(workspace: Workspace) -> int:
+    """The calls that a judge of all questions makes."""
+    with JudgeServer(lambda body, call: verdict(body)) as server:
+        config = JudgeConfig("openai", "m", base_url=server.base_url, concurrency=4)
+        with judge_by_hand(config, workspace) as judge:
+            assert {j.status for j in judge.judge(QUESTIONS)} == {"scored"}
+        return len(server.bodies)
 
 
 # ---------------------------------------------------------------- the command
 
 
-def test_disk_shows_and_deletes_the_store(calls: Callable[..., int], tmp_path, capsys) -> None:
+def test_disk_shows_and_deletes_the_store(workspace: Workspace) -> None:
     def disk(*words: str) -> Any:
-        assert main(["disk", f"workspace={tmp_path / 'ws'}", *words, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
+        return called("disk", f"workspace={workspace.root}", *words, "--json").json
 
-    calls()
+    assert calls(workspace) == len(QUESTIONS)
     assert disk()["judgements"]["judgements"] == len(QUESTIONS)
     kept = disk("--reclaim")
     assert not [c for c in kept["candidates"] if c["kind"] == "judgements"]
-    assert calls() == 0
+    assert calls(workspace) == 0
     gone = disk("--reclaim", "--judgements")
     assert {c["kind"] for c in gone["candidates"]} == {"judgements"}
     assert json.dumps(gone["reclaimed"]).count("judgements") == len(gone["candidates"])
-    assert os.listdir(tmp_path / "ws" / "judgements") == []  # noqa: PTH208
-    assert calls() == len(QUESTIONS)
+    assert list((workspace.root / "judgements").iterdir()) == []
+    assert calls(workspace) == len(QUESTIONS)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from refiner_core.cards.lint import lint_card
 from refiner_core.contract.config import PublishConfig
 from refiner_core.models import tiny_model_dir
 from refiner_core.training.model.loading import export
+from tests.support.command import finished
 from tests.support.git_hub import LoopbackHub
 from tests.support.publications import publication
 from tests.support.recorded_run import RecordedRun
@@ -137,15 +137,8 @@ def test_transformers_loads_a_published_step(hub: LoopbackHub, tmp_path: Path) -
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
     env |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1"}
     env |= {"HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", READER, REPO, "step-50"],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = finished([sys.executable, "-c", READER, REPO, "step-50"], env=env)
+    assert done.code == 0, done.stderr[-3000:]
     read = json.loads(done.stdout.splitlines()[-1])
     assert (read["weights"], read["tokens"]) == (weights, tokens)
     del read["files"][".gitattributes"]

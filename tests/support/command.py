@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,14 +70,18 @@ def environment() -> dict[str, str]:
 
 def refiner(*args: str, cwd: Path | None = None, timeout_s: float = 280) -> Finished:
     """Run the command to its end."""
+    return finished(command(*args), cwd, environment(), timeout_s)
+
+
+def finished(
+    words: Sequence[str],
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 280,
+) -> Finished:
+    """Run any program to its end."""
     done = subprocess.run(
-        command(*args),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env=environment(),
-        timeout=timeout_s,
+        words, capture_output=True, text=True, check=False, cwd=cwd, env=env, timeout=timeout_s
     )
     return Finished(done.returncode, done.stdout, done.stderr)
 

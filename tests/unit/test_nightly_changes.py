@@ -8,13 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.nightly.changes import (
-    Change,
-    NightPoint,
-    Values,
-    read_series,
-    reportable,
-)
+from refiner_core.nightly.changes import Change, NightPoint, Values, read_series, reportable
 from refiner_core.nightly.definition import Schedule
 
 PROMPTS = tuple(f"p{i:03d}" for i in range(60))

@@ -18,14 +18,7 @@ from infra.jobs.failures import classify, detailed, traceback_signature
 from infra.jobs.signals import AttemptClosed
 from infra.ranks.bridge import ADDRESS, KEY, Bridge, RemoteIO
 from infra.ranks.launch import LaunchFailure, error_of
-from infra.ranks.messages import (
-    JOB_GPUS,
-    VISIBLE,
-    decode,
-    encode,
-    trainer_settings,
-    visible,
-)
+from infra.ranks.messages import JOB_GPUS, VISIBLE, decode, encode, trainer_settings, visible
 from infra.store.checkpoints import CheckpointStore
 from infra.store.layout import StagePaths
 from infra.store.traces import read_metrics, read_rollouts

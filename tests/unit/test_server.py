@@ -30,10 +30,7 @@ from infra.prefect_server import (
     stop_server,
     usable_server,
 )
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    UnsupportedError,
-)
+from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 
 #: Answers every request on the port given, as a server does that is up.
 STAND_IN = """

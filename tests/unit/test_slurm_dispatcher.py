@@ -14,11 +14,7 @@ import pytest
 from infra.slurm.profiles import Container, JobPlacement, Profile
 from infra.slurm.scheduler import RealSlurm, SlurmUnavailable
 from refiner_core.contract.config import Resources
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    LaunchError,
-    UnsupportedError,
-)
+from refiner_core.contract.errors import ConfigurationError, LaunchError, UnsupportedError
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.slurm_campaign import SMALL, Campaign
 

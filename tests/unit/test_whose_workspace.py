@@ -21,6 +21,7 @@ from infra.store.provenance import require_snapshot, snapshot_code
 from infra.store.workspace import SHARED, Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import AttemptOutcome
+from tests.support.command import ROOT, finished
 from tests.support.plans import claim, fake_router, orchestrator_on, run_record, small_plan
 from tests.support.users import COLLEAGUE, STRANGER, run_as
 
@@ -210,23 +211,14 @@ def test_a_job_whose_code_is_gone_runs_no_other(tmp_path: Path) -> None:
     plan = small_plan("data")
     stage = claim(workspace, plan, "data")
     settings = job_settings(1, workspace.layout.code / "0123456789abcdef")
-    installed = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "flows.worker"),
-            *("--workspace", str(workspace.root), stage.id, "1"),
-        ],
-        env={**os.environ, **settings, "PYTHONPATH": f"{settings['PYTHONPATH']}:{installed}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    settings["PYTHONPATH"] += f":{ROOT}"
+    worker = [sys.executable, "-P", "-m", "flows.worker", "--workspace", str(workspace.root)]
+    done = finished([*worker, stage.id, "1"], env={**os.environ, **settings})
     attempt = workspace.read_attempt(stage.id, 1)
     assert attempt.outcome, done.stderr
     assert "is gone" in attempt.outcome.message
     assert attempt.outcome.decision == "stop"
-    assert done.returncode == WorkspaceError("").exit_code
+    assert done.code == WorkspaceError("").exit_code
 
 
 def test_a_run_needs_the_code_that_it_began_with(tmp_path: Path) -> None:

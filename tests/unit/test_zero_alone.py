@@ -1,12 +1,12 @@
 """ZeRO-3 in a single process that no launcher has started."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.command import finished
 from tests.support.tiny_training import save_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -35,12 +35,7 @@ def test_zero_3_trains_without_torchrun(tmp_path: Path) -> None:
     """DeepSpeed asks the environment for a rank at its first steps, long after it was opened."""
     model = save_tiny_model(tmp_path / "model")
     around = {n: v for n, v in os.environ.items() if n not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-c", _TWO_STEPS, str(model)],
-        env=around | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    two_steps = [sys.executable, "-c", _TWO_STEPS, str(model)]
+    done = finished(two_steps, env=around | {"OMP_NUM_THREADS": "1"}, timeout_s=90)
+    assert done.code == 0, done.stderr[-3000:]
     assert "trained" in done.stdout
