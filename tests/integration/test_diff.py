@@ -155,10 +155,7 @@ def test_numbers_of_different_protocols_are_refused_by_name(tmp_path: Path) -> N
 
 def test_code_and_environment_are_listed_and_make_nothing_unequal(tmp_path: Path) -> None:
     one = _finished(tmp_path / "a", *TRAINED)
-    other = RecordedRun(tmp_path / "b", *TRAINED)
-    other.data()
-    other.train("sft")
-    _grpo(other)
+    other = _finished(tmp_path / "b", *TRAINED)
     for run, code, line in ((one, "a" * 16, "x = 1\n"), (other, "b" * 16, "x = 2\ny = 3\n")):
         file = run.workspace.layout.code / code / "flows" / "thing.py"
         file.parent.mkdir(parents=True)

@@ -197,10 +197,3 @@ def test_no_token_is_dropped_or_doubled(shape, pack_length, share_prompts, balan
     assert sorted(predicted.items()) == sorted(
         zip(batch.flat_T.tolist(), batch.target_T.tolist(), strict=True)
     )
-
-
-def test_shared_prompts_are_computed_once():
-    samples = random_samples([(20, [2, 2, 2, 2])])
-    plain = sum(map(len, pack_samples(samples, 100)))
-    shared = sum(map(len, pack_samples(samples, 100, share_prompts=True)))
-    assert (plain, shared) == (88, 28)

@@ -269,16 +269,9 @@ NOTHING: dict[str, Any] = {"episodes": 48, "counts": {"samples/malformed": 48}}
 SAID = "all of its 48 rollouts were malformed"
 
 
-def trained(root: Path, *overrides: str, **report: Any) -> RecordedRun:
-    run = RecordedRun(root / "runs", *overrides)
-    run.data()
-    run.train("sft")
-    run.train("grpo", **report)
-    return run
-
-
 def test_it_is_not_published_and_the_option_that_does_so_is_named(tmp_path: Path) -> None:
-    run = trained(tmp_path, **NOTHING)
+    run = trained_run(tmp_path / "runs")
+    run.train("grpo", **NOTHING)
     with pytest.raises(HealthStop, match=rf"{SAID}.*publish\.malformed=true") as refused:
         run.carry_out("publish")
     outcome = classify(refused.value)
@@ -291,18 +284,21 @@ def test_it_is_not_published_and_the_option_that_does_so_is_named(tmp_path: Path
 
 def test_an_evaluation_counts_too_and_one_answer_is_enough(tmp_path: Path) -> None:
     """Demonstrations alone say nothing of the form of answers."""
-    run = trained(tmp_path / "sft")
+    run = trained_run(tmp_path / "sft")
+    run.train("grpo")
     run.evaluate("evaluate-grpo", quality=0.0)
     with pytest.raises(HealthStop, match=r"format_valid: 0 of 6 greedy"):
         run.carry_out("publish")
     report = {"episodes": 48, "counts": {"samples/malformed": 47, "samples/unscored": 0}}
-    run = trained(tmp_path / "grpo", **report)
+    run = trained_run(tmp_path / "grpo")
+    run.train("grpo", **report)
     run.evaluate("evaluate-base", quality=0.0)
     run.carry_out("publish")
 
 
 def test_terminal_and_report_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = trained(tmp_path, **NOTHING)
+    run = trained_run(tmp_path / "runs")
+    run.train("grpo", **NOTHING)
     rows = {row.name: row for row in RunWatcher(run.workspace, run.run, ask=False).look().stages}
     assert (rows["grpo"].state, rows["sft"].reason) == ("done", "")
     assert rows["grpo"].reason.startswith(f"warning: {SAID}")

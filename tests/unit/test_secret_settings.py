@@ -217,8 +217,5 @@ def test_lines_and_tracebacks_are_logged_without_secrets(line: logging.Handler) 
         assert secret not in said(line, f"the key is {secret}.")
         assert "***" in said(line, f"the key is {secret}.")
         assert secret not in said(line, "it failed", RuntimeError(secret))
-
-
-def test_ordinary_lines_stay_as_they_are(line: logging.Handler) -> None:
     text = "step 12 of 50: 4096-4096 tokens, loss 1.25, see runs/stages/sft-0123456789ab"
     assert said(line, text) == text

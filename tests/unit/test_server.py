@@ -155,7 +155,6 @@ def keyed(key: str | None) -> tuple[int, str]:
         (lambda key: (401, "{}"), KeyRefused, "answers 401: it wants"),
         (lambda key: (200, json.dumps("1.4.2")), UnsupportedError, "has version 1.4.2"),
         (lambda key: (200, "<html>the UI</html>"), ConfigurationError, "is not a Prefect server"),
-        (lambda key: (200, "[]"), ConfigurationError, "is not a Prefect server"),
         (lambda key: (503, ""), ServerError, "answers 503"),
     ],
 )

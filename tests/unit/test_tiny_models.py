@@ -10,8 +10,6 @@ from transformers import AutoTokenizer
 
 from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
-from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.generation.load import load_model, resolve_ref
 from refiner_core.models import builtin_model_dir
 from refiner_core.models.random_model import make_random_model
@@ -38,11 +36,6 @@ def tokenizer(tokenizers) -> Any:
 @pytest.fixture(scope="module")
 def of_tools(tokenizers) -> Any:
     return tokenizers["tiny-tools"]
-
-
-@pytest.fixture(scope="module")
-def desk() -> DeskEnvironment:
-    return DeskEnvironment(EnvironmentConfig(name="desk"), UserConfig())
 
 
 def ids_of(tokenizer, text: str) -> list[int]:
