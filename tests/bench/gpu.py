@@ -91,8 +91,7 @@ def measure(shape: str, card: str) -> list[dict[str, Any]]:
         plain_s, micro_batch = plain_seconds(model, rows, rollouts, time.perf_counter)
         del model
         base = RecipeConfig(
-            seed=0,
-            model=ModelConfig(dtype="bfloat16", attn_implementation=attention),
+            seed=0, model=ModelConfig(dtype="bfloat16", attn_implementation=attention)
         )
         settings: dict[str, Any] = {"base": base, "pack_length": PACK_LENGTH}
         settings["resources"] = Resources(gpus=1)

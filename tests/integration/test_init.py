@@ -102,10 +102,11 @@ def test_an_unreadable_row_is_named(here: Path, rows: dict[str, Path], capsys) -
         (["--judge", "ftp://x"], "http://127.0.0.1:8000/v1"),
         (["--partition", "gpu"], "--partition would change nothing"),
         (["--task", "agent", "--environment", "tau2"], "one of: desk"),
+        (["--task", "command", "--run", "train {modle}"], "{modle}"),  # it cannot be planned
     ],
 )
-def test_a_wrong_answer_is_refused_by_its_flag(here: Path, words, said, capsys) -> None:
-    assert made("mine", "--yes", *words) == 2
+def test_a_wrong_answer_is_refused_and_leaves_no_folder(here: Path, words, said, capsys) -> None:
+    assert made("deep/mine", "--yes", *words) == 2
     assert said in capsys.readouterr().err
     assert list(here.iterdir()) == []
 
@@ -117,12 +118,6 @@ def test_nothing_is_ever_overwritten(here: Path, capsys: pytest.CaptureFixture[s
     assert "has README.md already" in capsys.readouterr().err
     assert list(here.iterdir()) == [file]
     assert file.read_text() == "mine"
-
-
-def test_a_recipe_that_cannot_be_planned_leaves_no_folder(here: Path, capsys) -> None:
-    assert made("deep/mine", "--yes", "--task", "command", "--run", "train {modle}") == 2
-    assert "{modle}" in capsys.readouterr().err
-    assert list(here.iterdir()) == []
 
 
 def test_scripts_get_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

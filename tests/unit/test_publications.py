@@ -90,11 +90,7 @@ def test_the_best_is_one_publication_that_knows_every_candidate_and_its_numbers(
         ((), {"which": "listed", "steps": (3,)}, "save_freq` is 2"),
         ((), {"which": "listed", "steps": (2, 2)}, "each once"),
         (("data", "sft", "publish"), {"which": "every-save"}, "depends on its data"),
-        (
-            ("data", "grpo", "publish"),
-            {"which": "best"},
-            "in evaluate.models, publish.evaluate=true",
-        ),
+        (("data", "grpo", "publish"), {"which": "best"}, "publish.evaluate=true"),
         ((), {"which": "every-save", "per_step": "repository"}, "{step}"),
     ],
 )

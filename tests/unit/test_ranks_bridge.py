@@ -248,16 +248,12 @@ def test_silent_ends() -> None:
     killed = LaunchFailure(errors=[(0, GONE)], failures={0: failure(1), 1: failure(-9)})
     memory = LaunchFailure(failures={1: failure(-9)}, oom_kills=1)
     port = "DistNetworkError: The server socket has failed: EADDRINUSE"
+    broken = LaunchFailure(lines=["a", "ImportError: no thing"], code=1)
     for ended, kind, says, expected in (
         (killed, KilledError, "Rank 1 (process 99)", "killed"),
         (memory, MemoryError, "", "out_of_memory"),
         (LaunchFailure(lines=[port], code=1), LaunchError, "", "launch_failure"),
-        (
-            LaunchFailure(lines=["a", "ImportError: no thing"], code=1),
-            StageFailed,
-            "no thing",
-            "bug",
-        ),
+        (broken, StageFailed, "no thing", "bug"),
     ):
         error = error_of(ended)
         assert isinstance(error, kind)

@@ -466,11 +466,7 @@ def test_keys_of_a_newer_version_are_ignored_and_missing_ones_are_not() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("number", True),
-        ("executor", None),
-        ("outcome", {"failure": 3, "decision": "stop"}),
-    ],
+    [("number", True), ("executor", None), ("outcome", {"failure": 3, "decision": "stop"})],
 )
 def test_a_value_of_another_type_is_named_where_it_is_read(key: str, value: object) -> None:
     """Not where it is used, in another process, hours later."""
