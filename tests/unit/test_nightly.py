@@ -77,9 +77,6 @@ def test_a_night_of_a_dead_process_is_continued(lab: NightLab) -> None:
     assert lab.night(DAYS[0]).state == "done"
 
 
-# ---------------------------------------------------------------- late
-
-
 # ---------------------------------------------------------------- change
 
 

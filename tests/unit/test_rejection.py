@@ -138,9 +138,6 @@ def test_the_end_of_each_turn_carries_loss_and_foreign_tokens_do_not() -> None:
     assert with_ends_of_turns(ids, own, end, room=9) == (tuple(ids), tuple(own))
 
 
-# ---------------------------------------------------------------- nothing kept
-
-
 # ---------------------------------------------------------------- plans
 
 

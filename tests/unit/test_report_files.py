@@ -79,9 +79,6 @@ def test_a_spreadsheet_is_given_no_formula() -> None:
     assert row["reason"].startswith("'=")
 
 
-# ---------------------------------------------------------------- the answer
-
-
 # ---------------------------------------------------------------- texts of others
 
 

@@ -200,7 +200,9 @@ def test_no_card_recipe_or_evidence_has_such_a_text() -> None:
 def line(monkeypatch: pytest.MonkeyPatch) -> logging.Handler:
     monkeypatch.setenv("MY_JUDGE_API_KEY", "correct-horse-battery")
     monkeypatch.setenv("HF_TOKEN", "not-shaped-like-one")
+    monkeypatch.setenv("MY_WEBHOOK", "https://chat.example/hooks/T01/abc")
     monkeypatch.setenv("MAX_TOKEN_LENGTH", "4096-4096")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "falsehood")
     handler = logging.StreamHandler(io.StringIO())
     handler.setFormatter(MaskingFormatter("%(message)s"))
     return handler
@@ -213,9 +215,10 @@ def said(handler: logging.Handler, text: str, error: BaseException | None = None
 
 def test_lines_and_tracebacks_are_logged_without_secrets(line: logging.Handler) -> None:
     """All known forms: test_hub_errors and test_secret_settings."""
-    for secret in ("correct-horse-battery", "not-shaped-like-one", "hf_abcdefghijkl"):
+    opaque = ("correct-horse-battery", "not-shaped-like-one", "https://chat.example/hooks/T01/abc")
+    for secret in (*opaque, "hf_abcdefghijkl", "sk-abcdefgh1"):
         assert secret not in said(line, f"the key is {secret}.")
         assert "***" in said(line, f"the key is {secret}.")
         assert secret not in said(line, "it failed", RuntimeError(secret))
-    text = "step 12 of 50: 4096-4096 tokens, loss 1.25, see runs/stages/sft-0123456789ab"
+    text = "step 12 of 50: 4096-4096 tokens, falsehood, loss 1.25, see runs/stages/sft-0123456789ab"
     assert said(line, text) == text

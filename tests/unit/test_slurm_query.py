@@ -182,9 +182,7 @@ def test_a_job_without_id_is_found_by_its_name(world: World) -> None:
 def test_an_ended_job_is_found_by_its_name(world: World, accounting: bool) -> None:
     row = {"state": "COMPLETED", "name": "refiner-x"}
     world.scheduler.accounting = accounting
-    if accounting:
-        world.scheduler.recorded = [{"id": "7", **row}]
-    else:
-        world.scheduler.remembered = {"7": row}
+    world.scheduler.recorded = [{"id": "7", **row}]  # not read without accounting
+    world.scheduler.remembered = {} if accounting else {"7": row}
     (answer,) = world.look(job(None, "refiner-x"))
     assert (answer.job_id, answer.state) == ("7", "COMPLETED")

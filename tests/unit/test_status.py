@@ -46,11 +46,6 @@ def stage(status: RunStatus, name: str) -> StageStatus:
     return next(s for s in status.stages if s.name == name)
 
 
-def note(workspace: Workspace, run: RunRecord, **event: Any) -> None:
-    with workspace.layout.run(run.run).events.open("a") as file:
-        file.write(json.dumps({"at": "2026-11-21T03:12:00+00:00", **event}) + "\n")
-
-
 def test_a_failed_attempt_is_shown_with_its_reason(workspace: Workspace, run: RunRecord) -> None:
     planned = claim(workspace, small_plan(), "sft")
     workspace.start_attempt(planned.id, 1, {"started_at": "2026-11-21T01:00", "node": "n3"})
@@ -66,7 +61,9 @@ def test_a_failed_attempt_is_shown_with_its_reason(workspace: Workspace, run: Ru
 
 
 def test_a_waiting_stage_has_the_orchestrators_reason(workspace: Workspace, run: RunRecord) -> None:
-    note(workspace, run, event="stage", stage="sft", state="paused", message="waits for room")
+    event = {"event": "stage", "stage": "sft", "state": "paused", "message": "waits for room"}
+    event["at"] = "2026-11-21T03:12:00+00:00"
+    workspace.layout.run(run.run).events.write_text(f"{json.dumps(event)}\n")
     assert stage(look(workspace, run), "sft").state == "waiting"  # nobody works: it does not
     take_up(workspace, run.run)
     row = stage(look(workspace, run), "sft")

@@ -414,6 +414,3 @@ def test_the_digest_follows_the_data_and_imports_nothing(tmp_path, monkeypatch) 
     assert tau2_digest(config) == before
     (tmp_path / "tau2" / "domains" / "kiosk" / "tasks.json").write_text("[]")
     assert tau2_digest(config) != before
-
-
-# ---- recipe and data
