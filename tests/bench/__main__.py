@@ -5,14 +5,11 @@ Prints one JSON line per pair: ``name``, ``ours``, ``rival``, ``ratio`` (above 1
 ratios, not seconds.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +25,7 @@ from refiner_core.contract.types import GenerationRequest, SamplingParams
 from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.models.random_model import save_random_model
+from tests.support.command import ROOT, finished
 
 ROUNDS = 5
 #: The shape of the embedded model: about 1M parameters.
@@ -51,9 +49,7 @@ BENCHES = (
     "judgements",
     "many_runs",
     "memory",
-    "report",
     "startup",
-    "sweep_again",
     "sweeps",
     "trainer",
 )
@@ -144,14 +140,9 @@ def compare(
 
 def in_a_process(*words: str) -> Any:
     """The JSON line that a bench prints in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", *words],
-        cwd=Path(__file__).resolve().parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    bench = [sys.executable, "-m", "tests.bench", *words]
+    done = finished(bench, ROOT, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout_s=3600)
+    assert done.code == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -9,8 +9,6 @@ Besides: `step_beside`, how long a training step takes while a save is written, 
 nothing beside it (on a GPU the host's cores are idle; on a CPU the two share them).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -15,8 +15,6 @@ turns and of what tools say are drawn once, and forced (nothing ends a turn but 
 takes time and no CPU, as a simulated user at another machine does.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 import statistics
@@ -200,29 +198,22 @@ def slow_tools(generator: TransformersGenerator, episodes: Sequence[Plan]) -> li
     common = {"rounds": ROUNDS, "machine": machine()}
     kept = {side: rate[f"{side} slow"] / rate[f"{side} instant"] for side in sides}
     still = {side: statistics.median(shares) for side, shares in idle.items()}
+    slow = {side: rate[f"{side} slow"] for side in sides}
     tools = f"tools of {SLOWEST_S[0] * 1000:.0f} to {SLOWEST_S[1] * 1000:.0f} ms"
+    rounds = "own tokens per second; the rival decodes round by round"
+    lines = (
+        (f"{BATCH} episodes, {tools}", slow, rounds),
+        (f"{tools}, throughput of instant ones that is kept", kept, "share"),
+        (
+            f"{tools}, time in which nothing was decoded",
+            still,
+            "share of wall time, less is better",
+        ),
+    )
     return [
         {
-            "name": f"{BATCH} episodes, {tools}",
-            "ours": round(rate["ours slow"], 1),
-            "rival": round(rate["rival slow"], 1),
-            "ratio": round(rate["ours slow"] / rate["rival slow"], 2),
-            "unit": "own tokens per second; the rival decodes round by round",
-            **common,
-        },
-        {
-            "name": f"{tools}, throughput of instant ones that is kept",
-            "ours": round(kept["ours"], 3),
-            "rival": round(kept["rival"], 3),
-            "ratio": round(kept["ours"] / kept["rival"], 2),
-            "unit": "share",
-            **common,
-        },
-        {
-            "name": f"{tools}, time in which nothing was decoded",
-            "ours": round(still["ours"], 3),
-            "rival": round(still["rival"], 3),
-            "unit": "share of wall time, less is better",
-            **common,
-        },
+            **{"name": name, "ours": round(found["ours"], 3), "rival": round(found["rival"], 3)},
+            **{"ratio": round(found["ours"] / found["rival"], 2), "unit": unit, **common},
+        }
+        for name, found, unit in lines
     ]

@@ -17,8 +17,6 @@ work that this still counts, so ours also says its MFU over the positions that i
 (``mfu_computed``).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -94,8 +92,7 @@ def measure(shape: str, card: str) -> list[dict[str, Any]]:
         plain_s, micro_batch = plain_seconds(model, rows, rollouts, time.perf_counter)
         del model
         base = RecipeConfig(
-            seed=0,
-            model=ModelConfig(dtype="bfloat16", attn_implementation=attention),
+            seed=0, model=ModelConfig(dtype="bfloat16", attn_implementation=attention)
         )
         settings: dict[str, Any] = {"base": base, "pack_length": PACK_LENGTH}
         settings["resources"] = Resources(gpus=1)

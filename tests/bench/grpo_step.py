@@ -9,8 +9,6 @@ both, their ratio by CPU and by wall time, and the wall seconds of generate, sco
 rival's micro-batch is the fastest of :data:`MICRO_BATCHES`, which is tried first.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

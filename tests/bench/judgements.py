@@ -5,8 +5,6 @@ middle of a step (a half of them known), and for each judgement that is put; and
 memory (in the end, and at most) and on the disk.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

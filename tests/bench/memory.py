@@ -9,8 +9,6 @@ Works: fixed lengths; and a vocabulary of 151,936, where logits of the whole bat
 than everything else together. MiB; ratio is rival / ours.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

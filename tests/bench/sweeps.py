@@ -1,13 +1,11 @@
-"""`python -m tests.bench sweeps`: how long it takes to plan thousands of trials, and to show them.
+"""`python -m tests.bench sweeps`: how long it takes to plan thousands of trials.
 
 Prints one JSON line per measurement: ``name``, ``ours`` (seconds of wall clock), ``cpu`` (seconds
 of CPU), ``goal`` (seconds), ``peak_mib`` (what the process grew by at most), ``trials``. The last
 line compares time and memory for ten times the trials: 10 is linear. Each is a process of its own,
-after its imports and one small sweep (start-up is not counted), the best of three; the dry run, for
-which there is no goal, is measured once. Exits with 1 where a goal is missed.
+after its imports and one small sweep (start-up is not counted), the best of three. Exits with 1
+where a goal is missed.
 """
-
-from __future__ import annotations
 
 import json
 import tempfile
@@ -27,19 +25,14 @@ SEEDS, WEIGHTS = 5, (0.0, 0.1, 0.2, 0.5)
 def main(arguments: list[str]) -> int:
     """Measure each; exits with 1 where one takes longer than its goal."""
     if arguments[:1] == ["one"]:
-        print(json.dumps(measure(arguments[1], int(arguments[2]))), flush=True)
+        print(json.dumps(measure(int(arguments[1]))), flush=True)
         return 0
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    for what in ("plan", "show"):
-        for trials in GOALS:
-            tries = range(3 if what == "plan" else 1)
-            lines = [in_a_process("sweeps", "one", what, str(trials)) for _ in tries]
-            line = min(lines, key=lambda x: x["ours"])
-            if what == "plan":
-                line["goal"] = GOALS[trials]
-            found[what, trials] = line
-            print(json.dumps(line), flush=True)
-    small, large = (found["plan", trials] for trials in GOALS)
+    found = []
+    for trials, goal in GOALS.items():
+        lines = [in_a_process("sweeps", "one", str(trials)) for _ in range(3)]
+        found.append(min(lines, key=lambda x: x["ours"]) | {"goal": goal})
+        print(json.dumps(found[-1]), flush=True)
+    small, large = found
     growth = {
         "name": "planning ten times the trials",
         "times_the_time": round(large["cpu"] / small["cpu"], 1),
@@ -47,28 +40,25 @@ def main(arguments: list[str]) -> int:
         "goal": LINEAR,
     }
     print(json.dumps(growth), flush=True)
-    kept = all(line["ours"] <= line.get("goal", float("inf")) for line in found.values())
+    kept = all(line["ours"] <= line["goal"] for line in found)
     linear = max(growth["times_the_time"], growth["times_the_memory"]) <= LINEAR
     return 0 if kept and linear else 1
 
 
-def measure(what: str, trials: int) -> dict[str, Any]:
-    """One measurement, in this process: planning alone, or the whole dry run for scripts."""
-    from flows.sweeping.planning import make_sweep_plan, sweep_json
+def measure(trials: int) -> dict[str, Any]:
+    """One measurement, in this process."""
+    from flows.sweeping.planning import make_sweep_plan
 
     with tempfile.TemporaryDirectory() as folder:
         place = f"workspace={folder}/none"
-        sweep_json(make_sweep_plan(sweep_file(Path(folder), SEEDS * len(WEIGHTS)), [place]))
+        make_sweep_plan(sweep_file(Path(folder), SEEDS * len(WEIGHTS)), [place])
         path = sweep_file(Path(folder), trials)
         before, wall, cpu = peak_mib(), time.perf_counter(), time.process_time()
         plan = make_sweep_plan(path, [place])
-        if what == "show":
-            json.dumps(sweep_json(plan))
         taken, used = time.perf_counter() - wall, time.process_time() - cpu
         assert len(plan.trials) == trials
-        names = {"plan": f"planning {trials:,} trials", "show": f"dry run of {trials:,} trials"}
         return {
-            "name": names[what],
+            "name": f"planning {trials:,} trials",
             "ours": round(taken, 2),
             "cpu": round(used, 2),
             "peak_mib": round(peak_mib() - before, 1),

@@ -12,8 +12,6 @@ sample; that is the point of sharing), and responses so long that sharing gains 
 what our bookkeeping costs. Goal: at least 85 % of plain. CPU seconds, medians.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

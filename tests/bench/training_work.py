@@ -8,8 +8,6 @@ end-of-text logit is set accordingly where either side samples (in a `LogitsProc
 same place here): -inf before the last token, alone at the last. Everything else is the real thing.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -9,8 +9,6 @@ reports. ``beta`` 0, ``loss_type`` dapo (a mean over the step's tokens), no seco
 old log-probabilities: these are its defaults. Generation is transformers' `generate`, one batch.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,10 +1,6 @@
 """Bad input ends in one paragraph, a documented exit code, and no lost work."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +9,7 @@ import pytest
 
 from flows.cli.main import main
 from tests.support.command import SMALL, Finished, refiner
-from tests.support.require import require
+from tests.support.quota import small_tmpfs
 
 ROW: dict[str, Any] = {
     "conversations": [
@@ -57,14 +53,7 @@ def check_refusal(done: Finished, code: int, *says: str) -> None:
         (["logs", "grpo"], 2, ["No run is recorded"]),
     ],
 )
-def test_refused_before_anything_starts(
-    argv: list[str],
-    code: int,
-    says: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_refused_before_anything_starts(argv, code, says, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     check_refusal(Finished(main(argv), *capsys.readouterr()), code, *says)
     left = [p for p in tmp_path.rglob("*") if p.is_file() and p.name != "workspace.json"]
@@ -85,12 +74,6 @@ def run_data(tmp_path: Path, text: str, *overrides: str) -> Finished:
     )
 
 
-def test_prompts_longer_than_the_window_name_the_field(tmp_path: Path) -> None:
-    done = run_data(tmp_path, json.dumps(ROW) + "\n", "data.max_prompt_token_length=8")
-    assert done.code == 3
-    assert "data.max_prompt_token_length" in done.stderr
-
-
 def test_rows_are_refused_by_line_and_taken_once_they_are_fixed(tmp_path: Path) -> None:
     refused = run_data(tmp_path, json.dumps(ROW) + "\n{broken\n")
     assert refused.code == 3
@@ -108,37 +91,8 @@ def test_rows_are_refused_by_line_and_taken_once_they_are_fixed(tmp_path: Path) 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on a file system of 3 MiB: enough to begin, not enough to finish."""
-    folder = tmp_path / "full"
-    folder.mkdir()
-    mounted = (
-        os.geteuid() == 0
-        and subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=3m", "refiner-test", str(folder)],
-            capture_output=True,
-            check=False,
-        ).returncode
-        == 0
-    )
-    require("quota", mounted, "needs root and mount(8)")
-    try:
+    with small_tmpfs(tmp_path / "full", mib=3) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.mark.quota
-def test_a_run_continues_after_a_full_disk_has_space_again(full_disk: Path) -> None:
-    arguments = (
-        *("run", "tiny", f"workspace={full_disk}/runs", *SMALL, "--no-server"),
-        *("disk.wait_min=0", "disk.hold_s=0"),
-    )
-    # Weights of 4 MB do not fit.
-    done = refiner(*arguments, "stages=[data,sft]")
-    assert done.code == 5, done.stderr
-    assert "Traceback" not in done.stderr
-    subprocess.run(["mount", "-o", "remount,size=200m", str(full_disk)], check=True)
-    done = refiner(*arguments, "stages=[data,sft]")
-    assert done.code == 0, done.stderr
 
 
 @pytest.mark.quota

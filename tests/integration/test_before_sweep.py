@@ -1,7 +1,5 @@
 """The forecast of a sweep from the records of a workspace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,25 +8,20 @@ import pytest
 
 from flows.running.calls import make_recipe_plan
 from flows.sweeping.forecasting import forecast_of
-from flows.sweeping.planning import forecast_sweep, sweep_json
+from flows.sweeping.planning import forecast_sweep
 from infra.attempt.attempt import AttemptRun
 from infra.store.workspace import Workspace
-from refiner_core.contract.records import ArmRecord, AttemptOutcome
+from refiner_core.contract.records import ArmRecord
 from sweeps.values import Question, SweepFile, SweepPlan, Trial
 from tests.support.recorded_run import PROMPTS, SMALL, RecordedRun
 
 
 def _plan(root: Path, arms: dict[str, tuple[str, ...]], seeds: tuple[int, ...]) -> SweepPlan:
-    trials = [
-        Trial(
-            name,
-            seed,
-            own,
-            make_recipe_plan("tiny", (*SMALL, f"workspace={root}", *own, f"seed={seed}")),
-        )
-        for seed in seeds
-        for name, own in arms.items()
-    ]
+    def trial(name: str, seed: int) -> Trial:
+        words = (*SMALL, f"workspace={root}", *arms[name], f"seed={seed}")
+        return Trial(name, seed, arms[name], make_recipe_plan("tiny", words))
+
+    trials = [trial(name, seed) for seed in seeds for name in arms]
     settings = tuple(
         ArmRecord(name, {}, {o.partition("=")[0]: o.partition("=")[2] for o in own})
         for name, own in arms.items()
@@ -73,22 +66,6 @@ def test_one_finished_run_predicts_the_steps_of_every_trial(root: Path) -> None:
     # What is done is not done again.
     assert ("grpo", "a/seed1") not in seconds
     assert forecast.disk_bytes
-
-
-def test_an_empty_workspace_is_no_error_and_no_number(tmp_path: Path) -> None:
-    plan = _plan(tmp_path / "none", {"a": (), "b": ("grpo.beta=0.1",)}, (1,))
-    before = forecast_sweep(plan)
-    assert before.forecast.wall_seconds is None
-    assert sweep_json(plan, before)["forecast"]["kinds"][0]["seconds"] is None
-    assert not (tmp_path / "none").exists(), "looking writes nothing"
-
-
-def test_a_record_that_cannot_be_read_is_passed_over(root: Path, tmp_path: Path) -> None:
-    """One damaged stage among thousands must not keep a sweep from being planned."""
-    run = RecordedRun(root, "seed=7")
-    run.fail("sft", AttemptOutcome("bug", "stop", "no"))
-    (root / "runs" / run.run.run / "run.json").write_text("{")
-    assert forecast_of(_plan(root, {"a": ()}, (1,)), Workspace.read_only(root)).stages
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,13 @@
 """`refiner card`: a card is checked against its evidence, files and records."""
 
-from __future__ import annotations
-
-import io
-import json
-import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from flows.cli.main import main
 from refiner_core.cards.build import shipped_template
-from tests.support.command import Finished, refiner
+from tests.support.command import called, finished, refiner
 from tests.support.git_hub import LoopbackHub
 from tests.support.recorded_run import RecordedRun
 
@@ -43,13 +35,6 @@ def folder(run: RecordedRun, tmp_path: Path) -> Path:
     return copy
 
 
-def call(capsys: pytest.CaptureFixture[str], *args: str) -> Finished:
-    """The command, in this process."""
-    code = main(["card", *args])
-    said = capsys.readouterr()
-    return Finished(code, said.out, said.err)
-
-
 def change(path: Path, old: str, new: str) -> int:
     """Replace the first ``old``; the line in which it stood."""
     text = path.read_text()
@@ -64,9 +49,6 @@ def first_number(card: Path) -> str:
     return row.split("|")[2].split()[0]
 
 
-Captured = pytest.CaptureFixture[str]
-
-
 # ---------------------------------------------------------------- check
 
 
@@ -76,11 +58,11 @@ def test_a_published_card_passes_the_check(folder: Path) -> None:
     assert "matches its evidence, number by number" in done.stdout
 
 
-def test_a_changed_number_is_traced_to_its_record(folder: Path, capsys: Captured) -> None:
+def test_a_changed_number_is_traced_to_its_record(folder: Path) -> None:
     card = folder / "README.md"
     number = first_number(card)
     line = change(card, f"| {number} ", "| 9.999 ")
-    done = call(capsys, "check", str(card))
+    done = called("card", "check", str(card))
     assert done.code == 3
     (told,) = [x for x in done.stdout.splitlines() if "9.999" in x and ": evidence: " in x]
     assert told.startswith(f"{card}:{line}: evidence: ")
@@ -90,9 +72,9 @@ def test_a_changed_number_is_traced_to_its_record(folder: Path, capsys: Captured
     assert f"refiner card check {card}" in done.stderr
 
 
-def test_findings_for_scripts_are_json(folder: Path, capsys: Captured) -> None:
+def test_findings_for_scripts_are_json(folder: Path) -> None:
     line = change(folder / "README.md", "# ", "# not ")
-    done = call(capsys, "check", str(folder), "--json")
+    done = called("card", "check", str(folder), "--json")
     assert done.code == 3
     value = done.json
     assert (value["version"], value["errors"], value["warnings"]) == (1, 1, 0)
@@ -101,72 +83,41 @@ def test_findings_for_scripts_are_json(folder: Path, capsys: Captured) -> None:
     assert (found["line"], found["rule"], found["severity"]) == (line, "evidence", "error")
 
 
-def test_weights_that_are_not_those_of_the_evidence_are_found(
-    folder: Path, capsys: Captured
-) -> None:
+def test_weights_that_are_not_those_of_the_evidence_are_found(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
     (folder / "config.json").unlink()
     (folder / "tokenizer.json").write_text("{}")
-    done = call(capsys, "check", str(folder))
+    done = called("card", "check", str(folder))
     assert done.code == 3
     assert "file-differs: config.json is missing" in done.stdout
     assert "file-differs: tokenizer.json has 2 bytes, its evidence says" in done.stdout
     assert "file-differs: model.safetensors has SHA-256" in done.stdout
-    only_card = call(capsys, "check", str(folder / "README.md"))
+    only_card = called("card", "check", str(folder / "README.md"))
     assert only_card.code == 0, "of a card alone, only the card is looked at"
-
-
-def test_a_card_is_read_from_a_pipe(
-    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = (folder / "README.md").read_bytes() + b"\nOf 3 rows 5 of 3 were kept.\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-    done = call(capsys, "check", "-")
-    assert done.code == 3
-    assert f"<stdin>:{text.decode().count(chr(10))}: parts: " in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("target", "code", "told"),
-    [
-        ("nothing.md", 2, "There is no nothing.md."),
-        ("no/such/folder/at/all", 2, "There is no no/such/folder/at/all."),
-        (".", 2, "has no README.md"),
-    ],
-)
-def test_a_missing_card_is_refused(
-    target: str, code: int, told: str, tmp_path: Path, capsys: Captured, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = call(capsys, "check", target)
-    assert done.code == code
-    assert told in done.stderr
 
 
 # ---------------------------------------------------------------- on a Hub
 
 
-def test_a_card_on_a_hub_is_checked_by_card_and_evidence_alone(
-    folder: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_on_a_hub_is_checked(folder: Path, tmp_path, monkeypatch) -> None:
     with LoopbackHub(tmp_path / "hub") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_TOKEN", hub.token)
         monkeypatch.chdir(tmp_path)
         first = hub.add_folder("me/refiner", folder)
-        good = call(capsys, "check", "me/refiner")
+        good = called("card", "check", "me/refiner")
         assert good.code == 0, good.stdout + good.stderr
         assert not any("safetensors" in request.path for request in hub.log)
         line = change(folder / "README.md", "| 0.", "| 7.")
         hub.add("me/refiner", {"README.md": (folder / "README.md").read_bytes()})
-        wrong = call(capsys, "check", "me/refiner")
+        wrong = called("card", "check", "me/refiner")
         assert wrong.code == 3
         assert f"me/refiner/README.md:{line}: evidence: " in wrong.stdout
-        at_first = call(capsys, "check", f"me/refiner@{first}")
+        at_first = called("card", "check", f"me/refiner@{first}")
         assert at_first.code == 0
         assert at_first.stdout.startswith(f"me/refiner@{first}/README.md: ")
-        missing = call(capsys, "check", "me/another")
+        missing = called("card", "check", "me/another")
         assert missing.code == 9
         assert "me/another" in missing.stderr
 
@@ -174,57 +125,37 @@ def test_a_card_on_a_hub_is_checked_by_card_and_evidence_alone(
 # ---------------------------------------------------------------- show, template
 
 
-def test_the_same_records_give_the_same_card(run: RecordedRun, capsys: Captured) -> None:
+def test_the_same_records_give_the_same_card(run: RecordedRun) -> None:
     where = f"workspace={run.workspace.root}"
     published = (run.published("publish") / "README.md").read_text()
-    done = call(capsys, "show", where)
+    done = called("card", "show", where)
     assert (done.code, done.stderr) == (0, "")
     assert done.stdout == published
-    assert call(capsys, "show", run.run.run, "card", where).stdout == published
-    before = call(capsys, "show", "publish", where).stdout
+    assert called("card", "show", run.run.run, "card", where).stdout == published
+    before = called("card", "show", "publish", where).stdout
     assert "No evaluation of this checkpoint is recorded." in before
-    assert call(capsys, "show", where, "--json").json["as_published"] is True
-
-
-def test_a_changed_record_is_reported_as_a_changed_card(
-    run: RecordedRun, tmp_path: Path, capsys: Captured
-) -> None:
-    root = tmp_path / "runs"
-    shutil.copytree(run.workspace.root, root)
-    result = root / "stages" / run.stage("grpo").id / "result.json"
-    content = json.loads(result.read_text())
-    content["report"]["episodes"] = 777
-    result.write_text(json.dumps(content))
-    done = call(capsys, "show", f"workspace={root}")
-    assert done.code == 0
-    assert "777 rollouts" in done.stdout
-    assert "is not what was published" in done.stderr
-    assert any(x.strip().startswith("+") and "777" in x for x in done.stderr.splitlines())
-    # While the stage's record is there, nothing is published again.
-    folder, publish = (shlex.split(line) for line in done.stderr.splitlines()[-2:])
-    assert folder == ["rm", "-r", str(root / "stages" / run.stage("card").id)]
-    assert publish == ["refiner", "publish", run.run.run, f"workspace={root}"]
+    assert called("card", "show", where, "--json").json["as_published"] is True
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["card-step9"], "card-step9 of"),
-        (["publish-best"], "Expected one of: card, publish"),
-        (["nothing"], "has no run 'nothing'"),
-        (["a", "b", "c"], "was given 3 words"),
+        (["check", "nothing.md"], "There is no nothing.md."),
+        (["check", "."], "has no README.md"),
+        (["show", "publish-best"], "Expected one of: card, publish"),
+        (["show", "nothing"], "has no run 'nothing'"),
     ],
 )
-def test_a_card_that_is_not_there_cannot_be_shown(
-    words: list[str], told: str, run: RecordedRun, capsys: Captured
-) -> None:
-    done = call(capsys, "show", *words, f"workspace={run.workspace.root}")
+def test_a_missing_card(words, told, run: RecordedRun, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = [f"workspace={run.workspace.root}"] if words[0] == "show" else []
+    done = called("card", *words, *where)
     assert done.code == 2
     assert told in done.stderr
 
 
-def test_the_template_is_printed_as_it_is_shipped(capsys: Captured) -> None:
-    assert call(capsys, "template").stdout == shipped_template()
+def test_the_template_is_printed_as_it_is_shipped() -> None:
+    assert called("card", "template").stdout == shipped_template()
 
 
 def test_a_check_imports_nothing_heavy(folder: Path) -> None:
@@ -234,7 +165,5 @@ def test_a_check_imports_nothing_heavy(folder: Path) -> None:
         f"print('HEAVY', sorted(set({heavy!r}) & set(sys.modules)), file=sys.stderr)\n"
     )
     words = ["card", "check", str(folder / "README.md")]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
-    )
+    done = finished([sys.executable, "-c", script, *words])
     assert "HEAVY []" in done.stderr, done.stderr

@@ -1,7 +1,5 @@
 """Room on file systems that really are full: a btrfs quota, a small tmpfs, one without inodes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,10 +1,7 @@
 """`refiner doctor`: findings about machine, packages, workspace, Slurm and services."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +10,7 @@ import pytest
 
 from flows.doctor import examine
 from infra.doctor.check import CheckResult, DoctorCheck, SystemInfo, run_checks
-from tests.support.command import ROOT, environment, refiner
+from tests.support.command import ROOT, command, environment, finished, refiner
 from tests.support.git_hub import EXPIRED, READ_ONLY, LoopbackHub
 from tests.support.judge_server import JudgeServer, verdict
 from tests.support.quota import fill, quota_folder, small_tmpfs
@@ -55,9 +52,7 @@ def test_without_a_recipe_nothing_is_broken_and_nothing_is_left(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_recorded(
-    tmp_path: Path,
-) -> None:
+def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_recorded(tmp_path) -> None:
     asked = ("tiny", f"workspace={tmp_path / 'runs'}", VLLM, "grpo.rollout_server.python=/nope")
     ran = refiner("run", *asked, "--no-server")
     assert ran.code == 8
@@ -68,16 +63,6 @@ def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_recorded
     assert looked.code == 8
     assert "BROKEN  grpo.rollout_server: there is no program `/nope`" in looked.stdout
     assert looked.stdout.splitlines()[-1].startswith("  python3 -m venv ")
-
-
-def test_a_recipe_that_cannot_be_planned_is_looked_at_all_the_same() -> None:
-    found = examine("refiner-gpt54", offline=True, only=("recipe", "vllm", "gpu"))
-    plan = named(found, "recipe", "plan")
-    assert (plan.state, plan.fix) == (
-        "broken",
-        "refiner doctor refiner-gpt54 data.rl_revision=COMMIT",
-    )
-    assert named(found, "vllm", "judge.serve").state == "broken"
 
 
 # ---------------------------------------------------------------- the runner
@@ -91,23 +76,20 @@ def test_checks_that_hang_or_break_take_no_other_with_them() -> None:
     def breaks(look: SystemInfo) -> list[CheckResult]:
         raise KeyError("a bug")
 
-    def works(look: SystemInfo) -> list[CheckResult]:
-        return [CheckResult("hub", "well", "ok", "12 ms")]
-
     stuck = [
         DoctorCheck(
             "gpu", f"stuck {n}", hangs, limit_s=0.3, needed=lambda _: True, hung="nvidia-smi"
         )
         for n in range(20)
     ]
-    found = run_checks(
-        [*stuck, DoctorCheck("hub", "b", breaks), DoctorCheck("hub", "w", works)], SystemInfo()
-    )
+    well = CheckResult("hub", "well", "ok", "12 ms")
+    others = [DoctorCheck("hub", "b", breaks), DoctorCheck("hub", "w", lambda look: [well])]
+    found = run_checks([*stuck, *others], SystemInfo())
     assert named(found, "gpu", "stuck 19") == CheckResult(
         "gpu", "stuck 19", "broken", "no answer in 0.3 s", "nvidia-smi"
     )
     assert "KeyError" in named(found, "hub", "b").what
-    assert named(found, "hub", "well").ok
+    assert well in found
 
 
 # ---------------------------------------------------------------- python, GPU, vLLM
@@ -119,15 +101,10 @@ def test_a_package_of_the_wrong_version_is_named_with_its_command(tmp_path: Path
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: prefect\nVersion: 2.1\n")
     env = environment()
     path = os.pathsep.join([str(tmp_path), str(ROOT), env["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.cli.main", "doctor", "--only", "python", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**env, "PYTHONPATH": path},
-    )
-    assert done.returncode == 8
-    [found] = [f for f in json.loads(done.stdout)["findings"] if f["state"] == "broken"]
+    doctor = command("doctor", "--only", "python", "--json")
+    done = finished(doctor, env={**env, "PYTHONPATH": path})
+    assert done.code == 8
+    [found] = [f for f in done.json["findings"] if f["state"] == "broken"]
     assert found["what"].startswith("prefect is 2.1, and refiner requires prefect<3.9,>=3.8")
     assert found["mend"] == f"{sys.executable} -m pip install 'prefect<3.9,>=3.8'"
 
@@ -194,18 +171,6 @@ def test_a_full_file_system_is_a_finding(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- Slurm
-
-
-def test_a_scheduler_that_hangs_does_not_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for command in ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo", "sacct"):
-        program(tmp_path / "bin", command, "sleep 60")
-    first_on_path(monkeypatch, tmp_path / "bin")
-    monkeypatch.setattr("infra.doctor.slurm.SLURM_S", 1.0)
-    found = examine("tiny", ["dispatch.executor=slurm"], only=["slurm"], limit_s=0.5)
-    controller = named(found, "slurm", "controller")
-    assert (controller.state, controller.what) == ("broken", "no answer in 0.5 s")
 
 
 @pytest.mark.slurm
@@ -296,9 +261,7 @@ def test_a_judge_answers_a_real_question() -> None:
     assert "secret" not in repr(examine("tiny", secret, only=["judge"]))
 
 
-def test_an_unreachable_prefect_server_of_the_user_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unreachable_prefect_server_of_the_user_is_a_warning(monkeypatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:9/api")
     found = named(examine("tiny", only=["prefect"]), "prefect", "server")
     assert (found.state, found.fix) == ("warning", "unset PREFECT_API_URL")

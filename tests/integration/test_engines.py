@@ -3,11 +3,7 @@
 The ranks are started once for all tests (see :mod:`tests.support.engine_ranks`).
 """
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from refiner_core.training.ranks import TALK
+from tests.support.command import ROOT, environment, finished
 from tests.support.engine_ranks import PAIRS, SAVED, STEPS
 
 ENGINES = ("None", "2", "3")
@@ -29,26 +26,12 @@ FLOAT = 3e-5
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The folder of all cases, and what the ranks found."""
     root = tmp_path_factory.mktemp("ranks")
-    repository = Path(__file__).parents[2]
-    script = repository / "tests" / "support" / "engine_ranks.py"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(repository),
-        "DS_ACCELERATOR": "cpu",
-        TALK: "5a" * 32,
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    done = subprocess.run(
-        [sys.executable, *launch, str(script), str(root)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", str(ROOT / "tests/support/engine_ranks.py"), str(root)]
+    settings = {"DS_ACCELERATOR": "cpu", TALK: "5a" * 32}
+    settings |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = finished(command, env=environment() | settings)
+    assert done.code == 0, done.stderr[-6000:]
     return root, json.loads((root / "found.json").read_text())
 
 

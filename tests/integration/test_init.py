@@ -1,7 +1,5 @@
 """`refiner init`: a folder with recipe, profile and README from flags."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -54,25 +52,20 @@ BIG = ("--base", "Qwen/Qwen3-4B")
     ("words", "stages"),
     [
         ([], "data sft grpo publish card"),
-        (["--sft", "none"], "data grpo publish card"),
         (["--task", "agent"], "data sft sample rft grpo publish card"),
         (["--task", "agent", "--environment", f"{OWN}:lamps"], "data sample rft grpo publish card"),
         (["--task", "command"], "command publish"),
         (["--rubrics", "v3", "--judge", "http://127.0.0.1:9/v1"], "data sft grpo publish card"),
         (["--judge", "vllm", "--publish", "me/mine"], "judge"),
         ([*BIG, "--gpus", "2", "--judge", "vllm"], "fetch data sft judge grpo publish card"),
-        ([*BIG, "--gpus", "8", "--where", "slurm"], "fetch data sft grpo publish card"),
         (
             [*BIG, "--task", "agent", "--environment", "tau2", "--gpus", "8"],
             "fetch data sft sample rft grpo publish card",
         ),
         ([*BIG, "--task", "agent", "--gpus", "1", "--where", "slurm"], "fetch data sft sample rft"),
-        (["--task", "command", "--gpus", "4", "--where", "slurm"], "command publish"),
     ],
 )
-def test_every_combination_of_answers_is_ready_to_plan(
-    here: Path, words: list[str], stages: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_combination_of_answers_is_ready_to_plan(here: Path, words, stages, capsys) -> None:
     assert made("mine", "--yes", *words) == 0
     shown = capsys.readouterr()
     plan = make_recipe_plan("mine/recipe.yaml")
@@ -83,9 +76,7 @@ def test_every_combination_of_answers_is_ready_to_plan(
     assert plan.config.workspace == str(here / "mine" / "runs")
 
 
-def test_own_rows_are_checked_at_once_and_found_from_any_folder(
-    here: Path, rows: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_rows_are_found_from_any_folder(here: Path, rows: dict[str, Path], monkeypatch) -> None:
     assert made("mine", "--yes", "--sft", "rows/sft.jsonl", "--rl", "rows/rl.jsonl") == 0
     fingerprints = [s.fingerprint for s in make_recipe_plan("mine/recipe.yaml").stages]
     elsewhere = here / "elsewhere"
@@ -96,9 +87,7 @@ def test_own_rows_are_checked_at_once_and_found_from_any_folder(
     assert plan.config.data.sft_path == str(rows["sft"])
 
 
-def test_a_row_that_cannot_be_read_is_named_and_nothing_is_made(
-    here: Path, rows: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreadable_row_is_named(here: Path, rows: dict[str, Path], capsys) -> None:
     rows["rl"].write_text('{"conversations": []}\n')
     assert made("mine", "--rl", "rows/rl.jsonl") == 3
     assert "rl.jsonl:1" in capsys.readouterr().err
@@ -112,15 +101,12 @@ def test_a_row_that_cannot_be_read_is_named_and_nothing_is_made(
         (["--rl", "owner/rows"], "owner/rows@COMMIT"),
         (["--judge", "ftp://x"], "http://127.0.0.1:8000/v1"),
         (["--partition", "gpu"], "--partition would change nothing"),
-        (["--publish", "two/slashes/here"], "OWNER/NAME"),
         (["--task", "agent", "--environment", "tau2"], "one of: desk"),
-        (["--rubrics", "v33"], "v3"),
+        (["--task", "command", "--run", "train {modle}"], "{modle}"),  # it cannot be planned
     ],
 )
-def test_an_answer_that_does_not_fit_is_refused_by_its_flag(
-    here: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert made("mine", "--yes", *words) == 2
+def test_a_wrong_answer_is_refused_and_leaves_no_folder(here: Path, words, said, capsys) -> None:
+    assert made("deep/mine", "--yes", *words) == 2
     assert said in capsys.readouterr().err
     assert list(here.iterdir()) == []
 
@@ -134,14 +120,6 @@ def test_nothing_is_ever_overwritten(here: Path, capsys: pytest.CaptureFixture[s
     assert file.read_text() == "mine"
 
 
-def test_a_recipe_that_cannot_be_planned_leaves_no_folder(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert made("deep/mine", "--yes", "--task", "command", "--run", "train {modle}") == 2
-    assert "{modle}" in capsys.readouterr().err
-    assert list(here.iterdir()) == []
-
-
 def test_scripts_get_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert made("mine", "--yes", "--json") == 0
     value = json.loads(capsys.readouterr().out)
@@ -150,9 +128,7 @@ def test_scripts_get_json(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [s["name"] for s in value["stages"]][:2] == ["data", "sft"]
 
 
-def test_the_next_commands_of_its_readme_work(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_commands_of_its_readme_work(here: Path, monkeypatch, capsys) -> None:
     assert made("mine", "--yes", "--workspace", "apart") == 0
     monkeypatch.chdir(here / "mine")
     text = (here / "mine" / "README.md").read_text()
@@ -165,9 +141,7 @@ def test_the_next_commands_of_its_readme_work(
     capsys.readouterr()
 
 
-def test_a_cluster_offers_its_partitions(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_offers_its_partitions(here: Path, monkeypatch, capsys) -> None:
     tools = here / "tools"
     tools.mkdir()
     for name, said in (("sinfo", SINFO), ("sacctmgr", "lab\nlab\nother\n")):
@@ -186,9 +160,7 @@ def test_a_cluster_offers_its_partitions(
     assert "Did you mean 'gpu'" in capsys.readouterr().err
 
 
-def test_a_disk_that_fails_in_the_middle_leaves_nothing(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_in_the_middle_leaves_nothing(here: Path, monkeypatch) -> None:
     real = Path.open
 
     def failing(self: Path, mode: str = "r", **options: object) -> object:

@@ -4,8 +4,6 @@ The servers are real processes that ask for a key (:mod:`tests.support.served_ju
 are jobs without a model (:mod:`tests.support.asking_worker`).
 """
 
-from __future__ import annotations
-
 import signal
 import stat
 import subprocess

@@ -1,17 +1,13 @@
 """Publications of a run on the Hub: a card for each step, and what plain tools read of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from flows.publishing import facts_of_stage
-from flows.running.calls import make_recipe_plan
 from infra.hub.target import HubTarget
 from infra.publishing import Publication
 from refiner_core.cards.build import build_card
@@ -20,6 +16,7 @@ from refiner_core.cards.lint import lint_card
 from refiner_core.contract.config import PublishConfig
 from refiner_core.models import tiny_model_dir
 from refiner_core.training.model.loading import export
+from tests.support.command import finished
 from tests.support.git_hub import LoopbackHub
 from tests.support.publications import publication
 from tests.support.recorded_run import RecordedRun
@@ -93,25 +90,6 @@ def test_a_repeated_stage_keeps_the_newer_card(hub: LoopbackHub, tmp_path: Path)
     assert hub.refs(REPO) == refs, "nothing was committed"
 
 
-def test_a_published_recipe_plans_the_same_run(hub: LoopbackHub, tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        f"include: tiny\nworkspace: {tmp_path}/runs\n"
-        f"publish: {{target: hub, repo_id: {REPO}}}\ngrpo: {{num_training_steps: 6}}\n"
-    )
-    run = RecordedRun(tmp_path / "runs", recipe=str(path))
-    for name in ("data", "sft", "grpo"):
-        run.data() if name == "data" else run.train(name)
-    run.carry_out("publish")
-    downloaded = tmp_path / "elsewhere" / "recipe.yaml"
-    downloaded.parent.mkdir()
-    downloaded.write_text(text(hub, "main", "recipe.yaml"))
-    made = json.loads(text(hub, "main", "refiner.json"))["fingerprint"]
-    assert make_recipe_plan(str(downloaded)).by_name["grpo"].fingerprint == made
-    assert "refiner run recipe.yaml" in text(hub, "main")
-    assert REPO not in downloaded.read_text(), "no other user publishes there"
-
-
 # ---------------------------------------------------------------- tools of others
 
 
@@ -159,15 +137,8 @@ def test_transformers_loads_a_published_step(hub: LoopbackHub, tmp_path: Path) -
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
     env |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1"}
     env |= {"HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", READER, REPO, "step-50"],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = finished([sys.executable, "-c", READER, REPO, "step-50"], env=env)
+    assert done.code == 0, done.stderr[-3000:]
     read = json.loads(done.stdout.splitlines()[-1])
     assert (read["weights"], read["tokens"]) == (weights, tokens)
     del read["files"][".gitattributes"]

@@ -1,8 +1,6 @@
 """Tokens and keys stay in the environment: no file, output or command line of a run has them,
 whatever a Hub or a judge answers."""
 
-from __future__ import annotations
-
 import base64
 import os
 import secrets

@@ -20,7 +20,15 @@ from infra.host.processes import ProcessId
 from infra.store.layout import sweep_call
 from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
-from tests.support.command import SMALL, Stage, called, kill_orchestrator, refiner, start, wait_until
+from tests.support.command import (
+    SMALL,
+    Stage,
+    called,
+    kill_orchestrator,
+    refiner,
+    start,
+    wait_until,
+)
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.slurm_cluster import Cluster
 

@@ -1,7 +1,5 @@
 """Offline W&B runs reach a W&B server: real ones, made and sent by wandb itself."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path
@@ -42,9 +40,7 @@ def run(tmp_path: Path) -> RecordedRun:
     return recorded
 
 
-def test_all_attempts_at_a_stage_arrive_once_as_one_run(
-    run: RecordedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_attempts_of_a_stage_are_one_run(run: RecordedRun, monkeypatch, capsys) -> None:
     """A resumed training is one curve, and a second call doubles no rows."""
     stage, where = run.stage("grpo").id, f"workspace={run.workspace.root}"
     monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -71,9 +67,7 @@ def test_all_attempts_at_a_stage_arrive_once_as_one_run(
         assert address == f"{server.url}/me/refiner/runs/{stage}"
 
 
-def test_a_missing_network_is_reported_in_seconds_and_nothing_counts_as_sent(
-    run: RecordedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_network_is_reported_in_seconds(run: RecordedRun, monkeypatch, capsys) -> None:
     """wandb itself retries for hours in silence."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

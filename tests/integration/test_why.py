@@ -1,10 +1,7 @@
 """`refiner why`: from a printed number to its samples and judgements."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,23 +99,6 @@ def test_several_numbers_are_listed_with_how_to_narrow(run: RecordedRun) -> None
     assert len(figures(run, "format_valid", "base", "greedy")) == 1
 
 
-def test_numbers_of_one_name_from_two_evaluations_are_distinguished(
-    run: RecordedRun, tmp_path: Path
-) -> None:
-    copy = tmp_path / "runs"
-    shutil.copytree(run.workspace.root, copy)
-    other = RecordedRun(copy, "reward.paper_citation_weight=0.5")
-    other.evaluate("evaluate-sft", quality=0.5)
-    newest = replace(RecordedRun(copy, "seed=8").run, run="29990101-000000-tiny-ffff")
-    other.workspace.write_run(newest)  # it has measured nothing, so all are looked at
-    ids = {run.stage("evaluate-sft").id, other.stage("evaluate-sft").id}
-    assert len(ids) == 2
-    for stage_id in ids:
-        words = ["format_valid", "sft", stage_id, "--json", f"workspace={copy}"]
-        (found,) = json.loads(CliRunner().invoke(why_command, words).stdout)["figures"]
-        assert found["stage_id"] == stage_id
-
-
 @given(st.floats(-1e6, 1e6), st.integers(0, 6))
 def test_a_number_is_found_by_any_count_of_digits(value: float, digits: int) -> None:
     assert parse_query([f"{value:.{digits}f}"]).means(value)
@@ -137,8 +117,6 @@ def test_a_number_is_found_by_any_count_of_digits(value: float, digits: int) -> 
         (("",), "was given nothing"),
     ],
 )
-def test_an_unknown_number_is_answered_with_near_ones(
-    run: RecordedRun, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
-) -> None:
+def test_an_unknown_number_is_answered_with_near_ones(run, capsys, words, said) -> None:
     assert main(["why", *words, f"workspace={run.workspace.root}"]) == 2
     assert said in capsys.readouterr().err

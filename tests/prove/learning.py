@@ -9,8 +9,6 @@ Prints one line per claim with its numbers, writes `learning.jsonl` into the wor
 with exit code 1 if a claim does not hold: a miss is shown, not hidden.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -79,13 +77,8 @@ def run_seed(seed: int, workspace: Path, overrides: Sequence[str], recipe: str) 
     command += [f"workspace={workspace}", "--json", "--no-server", *overrides]
     print(f"seed {seed}: {' '.join(command[3:])}", file=sys.stderr)
     begun = time.monotonic()
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-    )
+    env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
     seconds = time.monotonic() - begun
     stages = json.loads(done.stdout)["stages"]
     folders = {
@@ -110,22 +103,13 @@ def sft_claims(runs: Sequence[SeedRun]) -> list[Claim]:
         sft = numbers(run.folders["sft"])
         floor = numbers(run.folders["sft"], "random_copier")
         valid = sft["greedy", "format_valid"]
-        claims.append(
-            Claim(
-                f"seed {run.seed}: SFT gives >= 90 % valid answers (greedy)",
-                interval(valid),
-                valid["value"] >= 0.90,
-            )
-        )
+        says = f"seed {run.seed}: SFT gives >= 90 % valid answers (greedy)"
+        claims.append(Claim(says, interval(valid), valid["value"] >= 0.90))
         for decoding in ("greedy", "sampled"):
             one, other = sft[decoding, "oracle"], floor[decoding, "oracle"]
-            claims.append(
-                Claim(
-                    f"seed {run.seed}: SFT's oracle is above the random copier's ({decoding})",
-                    f"{interval(one)} against {interval(other)}",
-                    one["low"] > other["high"],
-                )
-            )
+            says = f"seed {run.seed}: SFT's oracle is above the random copier's ({decoding})"
+            both = f"{interval(one)} against {interval(other)}"
+            claims.append(Claim(says, both, one["low"] > other["high"]))
     return claims
 
 
@@ -175,23 +159,15 @@ def kept_claims(run: SeedRun) -> list[Claim]:
     claims = []
     for decoding in ("greedy", "sampled"):
         before, after = sft[decoding, "format_valid"], grpo[decoding, "format_valid"]
-        claims.append(
-            Claim(
-                f"seed {run.seed}: the format is kept ({decoding})",
-                f"{before['value']:.3f} -> {after['value']:.3f}",
-                after["value"] >= before["value"] - 0.02,
-            )
-        )
+        says = f"seed {run.seed}: the format is kept ({decoding})"
+        both = f"{before['value']:.3f} -> {after['value']:.3f}"
+        claims.append(Claim(says, both, after["value"] >= before["value"] - 0.02))
         cited = [
             n[decoding, "claims"]["value"] - n[decoding, "uncited"]["value"] for n in (sft, grpo)
         ]
-        claims.append(
-            Claim(
-                f"seed {run.seed}: cited claims per answer do not collapse ({decoding})",
-                f"{cited[0]:.3f} -> {cited[1]:.3f}",
-                cited[1] >= 0.9 * cited[0],
-            )
-        )
+        says = f"seed {run.seed}: cited claims per answer do not collapse ({decoding})"
+        both = f"{cited[0]:.3f} -> {cited[1]:.3f}"
+        claims.append(Claim(says, both, cited[1] >= 0.9 * cited[0]))
     return claims
 
 

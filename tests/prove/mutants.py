@@ -11,8 +11,6 @@ unless no input can tell it from the original: such ones stand, with the reason,
 1 if less than 95 % of the others are killed, or more than 10 % are called equivalent.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import itertools

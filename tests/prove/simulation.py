@@ -9,8 +9,6 @@ breaks a rule, and prints how to see it again; with the mutations (`--mutations`
 that some schedule has to notice, if one goes unnoticed.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

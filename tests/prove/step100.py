@@ -12,8 +12,6 @@ byte and its loss trace to the last digit. Prints a line per claim and ends with
 does not hold. Needs root and the packages of :mod:`tests.support.slurm_cluster`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -151,22 +149,14 @@ def claims(control: Telling, tellings: Sequence[Telling]) -> list[Claim]:
     found = []
     for telling in tellings:
         ends = [str(o.get("failure")) for o in telling.outcomes]
-        found.append(
-            Claim(
-                f"{telling.name}: the final weights are the control's, to the byte",
-                f"{len(ends)} attempts ({', '.join(ends)}), {telling.seconds:.0f} s against "
-                f"{control.seconds:.0f} s; "
-                f"sha256 {telling.hashes['model/model.safetensors'][:16]}",
-                telling.hashes == control.hashes,
-            )
-        )
-        found.append(
-            Claim(
-                f"{telling.name}: the loss trace is the control's, no step twice, none missing",
-                f"{len(telling.trace)} steps",
-                telling.trace == control.trace,
-            )
-        )
+        says = f"{telling.name}: the final weights are the control's, to the byte"
+        took = f"{telling.seconds:.0f} s against {control.seconds:.0f} s"
+        weights = f"sha256 {telling.hashes['model/model.safetensors'][:16]}"
+        measured = f"{len(ends)} attempts ({', '.join(ends)}), {took}; {weights}"
+        found.append(Claim(says, measured, telling.hashes == control.hashes))
+        says = f"{telling.name}: the loss trace is the control's, no step twice, none missing"
+        steps = f"{len(telling.trace)} steps"
+        found.append(Claim(says, steps, telling.trace == control.trace))
     rounds = sum(len(t.rounds) for t in tellings)
     hits = sum(t.hit_mid_save for t in tellings)
     if any(t.rounds for t in tellings):

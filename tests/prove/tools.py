@@ -10,8 +10,6 @@ with its numbers, writes `tools.jsonl` into the workspace, and ends with exit co
 not hold.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
@@ -45,13 +43,9 @@ def sft_claims(runs: Sequence[SeedRun]) -> list[Claim]:
     for run in runs:
         sft = numbers(run.folders["sft"])["sampled", "success"]
         floor = numbers(run.folders["sft"], "do_nothing")["sampled", "success"]
-        claims.append(
-            Claim(
-                f"seed {run.seed}: SFT succeeds more often than an agent that does nothing",
-                f"{interval(sft)} against {interval(floor)}",
-                sft["low"] > floor["high"],
-            )
-        )
+        says = f"seed {run.seed}: SFT succeeds more often than an agent that does nothing"
+        both = f"{interval(sft)} against {interval(floor)}"
+        claims.append(Claim(says, both, sft["low"] > floor["high"]))
     return claims
 
 

@@ -7,8 +7,6 @@ be typed to see it again. People start the same command again when it has ended 
 or was killed; a second person may run it, too; they press Ctrl-C now and then.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ control file, fits, and what a quota tool would say; what is used is counted fro
 real workspace.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

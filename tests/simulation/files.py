@@ -6,8 +6,6 @@ disk is full, and is told to the watcher afterwards. Processes, host names and s
 simulated ones; fsync costs nothing; heartbeats beat in virtual time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

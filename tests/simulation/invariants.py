@@ -6,8 +6,6 @@ asks the code under test: a claim is a folder that was renamed into place, a tok
 ``started.json``, a checkpoint is what its marker says.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 In: a name. Out: a context in which the code has that bug, and the first seed that notices it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ In: a random generator. Out: a :class:`Weather`. Each schedule has some of the f
 rare meetings of two of them come up, too. :meth:`Weather.clear_up` ends them all.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ hashes, one per step, so the result says whether each step was done exactly once
 across all interruptions.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ operation on the disk and each word with the scheduler: there a process may stal
 on, and there it dies, and from then on nothing of it, clean-up included, reaches the disk.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable

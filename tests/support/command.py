@@ -6,11 +6,12 @@ import contextlib
 import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,14 +96,18 @@ def environment() -> dict[str, str]:
 
 def refiner(*args: str, cwd: Path | None = None, timeout_s: float = 280) -> Finished:
     """Run the command to its end."""
+    return finished(command(*args), cwd, environment(), timeout_s)
+
+
+def finished(
+    words: Sequence[str],
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 280,
+) -> Finished:
+    """Run any program to its end."""
     done = subprocess.run(
-        command(*args),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env=environment(),
-        timeout=timeout_s,
+        words, capture_output=True, text=True, check=False, cwd=cwd, env=env, timeout=timeout_s
     )
     return Finished(done.returncode, done.stdout, done.stderr)
 
@@ -115,6 +120,27 @@ def called(*args: str) -> Finished:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([*args])
     return Finished(code, out.getvalue(), err.getvalue())
+
+
+def on_terminal(*args: str) -> bytes:
+    """What the command writes to a terminal; it has to end well."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        command(*args),
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env={**environment(), "TERM": "xterm"},
+        start_new_session=True,
+    )
+    os.close(follower)
+    said = b""
+    with contextlib.suppress(OSError):  # how a pseudo-terminal says that its other end is closed
+        while piece := os.read(leader, 65536):
+            said += piece
+    os.close(leader)
+    assert process.wait(60) == 0, said
+    return said
 
 
 def start(*args: str, cwd: Path | None = None) -> subprocess.Popen[str]:

@@ -1,7 +1,5 @@
 """pass@k and pass^k: exact values, errors and missing attempts."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import combinations
 

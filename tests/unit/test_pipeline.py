@@ -1,7 +1,5 @@
 """Signals of a run on the terminal, and the markup of what Prefect is shown."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -97,10 +95,6 @@ def test_simultaneous_signals_count_once(apart_s: float, first: signal.Signals, 
     assert stream.getvalue().count("Stopping (") == 1
     assert {view.state for view in views.values()} == {"done"}
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-
-
-def test_cells_of_tables_are_escaped() -> None:
-    assert markdown_table([{"a": "x|y", "b": None}]).splitlines()[-1] == "| x\\|y |  |"
 
 
 def test_artifacts_hold_no_image_and_no_html() -> None:

@@ -1,7 +1,5 @@
 """Plans that share a memo equal plans made alone."""
 
-from __future__ import annotations
-
 import random
 import typing
 from typing import Any

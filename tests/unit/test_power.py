@@ -1,7 +1,5 @@
 """The power of a comparison, computed independently of the code."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Publications during training: their stages, when each may begin, and held checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,17 +87,10 @@ def test_the_best_is_one_publication_that_knows_every_candidate_and_its_numbers(
 @pytest.mark.parametrize(
     ("stages", "publish", "words"),
     [
-        ((), {"which": "listed"}, "save_freq` is 2"),
         ((), {"which": "listed", "steps": (3,)}, "save_freq` is 2"),
-        ((), {"which": "listed", "steps": (8,)}, "up to 6"),
         ((), {"which": "listed", "steps": (2, 2)}, "each once"),
         (("data", "sft", "publish"), {"which": "every-save"}, "depends on its data"),
-        (
-            ("data", "grpo", "publish"),
-            {"which": "best"},
-            "in evaluate.models, publish.evaluate=true",
-        ),
-        ((), {"which": "best", "evaluate": False}, "in evaluate.models, publish.evaluate=true"),
+        (("data", "grpo", "publish"), {"which": "best"}, "publish.evaluate=true"),
         ((), {"which": "every-save", "per_step": "repository"}, "{step}"),
     ],
 )

@@ -1,7 +1,5 @@
 """Launching ranks: how many, with which settings; and how the nodes of a job meet."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -18,10 +16,10 @@ from flows.ranks.training import engine_name, in_worker
 from infra.jobs.signals import SlurmJob
 from infra.ranks import launch as nodes
 from infra.ranks.launch import OtherNodes, node_number
-from infra.ranks.messages import node_settings, rank_settings
+from infra.ranks.messages import rank_settings
 from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.errors import LaunchError
-from refiner_core.contract.placement import Placement, placement_of
+from refiner_core.contract.placement import Placement
 
 
 def recipe(**sft: object) -> RecipeConfig:
@@ -56,15 +54,6 @@ def test_ranks_of_one_node_use_loopback() -> None:
     assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & several.keys()
     assert "DS_ACCELERATOR" not in several
     assert several["CUDA_VISIBLE_DEVICES"] == "2,3"
-
-
-def test_each_node_makes_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = recipe(resources=Resources(gpus=2, nodes=2))
-    placement = placement_of(config, "sft")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    told = {"placement": {**vars(placement)}}
-    settings = node_settings({"REFINER_RANKS_ORDER": json.dumps(told)})
-    assert settings["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
 def test_a_node_knows_its_number_from_slurm_alone() -> None:
@@ -106,9 +95,7 @@ def test_silent_connections_delay_no_node(tmp_path: Path, monkeypatch: pytest.Mo
         others.start(["true", "true"], {})
 
 
-def test_missing_nodes_are_awaited_up_to_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_nodes_are_awaited_up_to_the_limit(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(nodes, "_COME_S", 1.0)
     with (
         OtherNodes(tmp_path, SlurmJob("1"), 1) as others,

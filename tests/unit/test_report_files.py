@@ -1,7 +1,5 @@
 """Files of a sweep's report: page, Markdown, tables and JSON."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib
@@ -14,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from flows.cli.main import main
+from flows.sweeping.launching import record_version
 from infra.store.sweep_records import read_sweep, write_sweep
-from infra.store.workspace import Workspace, now_text
-from refiner_core.contract.records import SWEEP_VERSION, ArmRecord, SweepRecord, TrialRecord
+from infra.store.workspace import Workspace
 from refiner_core.report.pages import json_text
 from refiner_core.report.printing import decimals_for, escaped, plain, with_interval
-from refiner_core.report.sweep.phrases import answer
 from refiner_core.report.sweep.rendering import csv_of, markdown, number_rows, page, trial_rows
+from sweeps.values import Question
 from tests.support.sweep_reports import HOSTILE, full_report, hostile_report, large_report
+from tests.support.sweeping import small_sweep
 
 NAN = float("nan")
 
@@ -34,17 +33,13 @@ NAN = float("nan")
     [
         (0.61337, 0.58937, 0.63737, "0.613 [0.589, 0.637]"),
         (0.61337, 0.3, 0.9, "0.61 [0.30, 0.90]"),
-        (249.81, 240.2, 259.4, "249.8 [240.2, 259.4]"),
         (24981.0, 24020.0, 25940.0, "24981 [24020, 25940]"),
         (-0.0001, -0.02, 0.02, "0.000 [−0.020, 0.020]"),
         (None, 0.1, 0.2, "— [0.100, 0.200]"),
-        (0.5, None, 0.2, "0.500"),
         (0.5, NAN, 0.2, "0.500"),
     ],
 )
-def test_digits_follow_from_how_well_a_number_is_known(
-    value: float | None, low: float | None, high: float | None, text: str
-) -> None:
+def test_digits_follow_from_how_well_a_number_is_known(value, low, high, text) -> None:
     width = None if low is None or high is None else high - low
     assert with_interval(value, low, high, decimals_for(width, value)) == text
 
@@ -82,18 +77,6 @@ def test_a_spreadsheet_is_given_no_formula() -> None:
     evil = {**report.trials[0], "reason": '=HYPERLINK("http://evil.example")'}
     row = next(csv.DictReader(io.StringIO(csv_of(trial_rows(replace(report, trials=(evil,)))))))
     assert row["reason"].startswith("'=")
-
-
-# ---------------------------------------------------------------- the answer
-
-
-def test_the_answer_claims_what_is_clear_and_names_what_is_not() -> None:
-    said = answer(full_report())
-    assert said.startswith(
-        "On oracle of grpo (sampled, protocol held-out), mixed-0 is better than static-0 by +0.029 "
-        "[0.012, 0.046] (adjusted p = 0.038; 2 seeds × 200 prompts)"
-    )
-    assert said.endswith("Without a comparison: instance-0.")
 
 
 # ---------------------------------------------------------------- texts of others
@@ -138,37 +121,15 @@ def test_a_thousand_trials_make_a_page_of_less_than_five_megabytes() -> None:
 def workspace(tmp_path: Path) -> Workspace:
     """A workspace with a sweep of which nothing has begun."""
     made = Workspace.open(tmp_path / "runs")
-    arms = tuple(ArmRecord(a, {"weight": a[1:]}, {"reward.w": float(a[1:])}) for a in ("w0", "w1"))
-    write_sweep(
-        made,
-        SweepRecord(
-            version=SWEEP_VERSION,
-            number=1,
-            name="weights",
-            recipe="tiny",
-            folder=str(tmp_path),
-            text="",
-            arms=arms,
-            baseline="w0",
-            seeds=(1, 2),
-            trials=tuple(TrialRecord(a.name, s, (), {}) for s in (1, 2) for a in arms),
-            limits={},
-            question={"text": "Do weights matter?"},
-            forecast={},
-            code="",
-            started_at=now_text(),
-        ),
-    )
+    record_version(small_sweep(question=Question("Do weights matter?")), made, (), {})
     return made
 
 
-def test_a_sweep_with_nothing_done_has_a_report(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_with_nothing_done_has_a_report(workspace: Workspace, capsys) -> None:
     assert main(["report", f"workspace={workspace.root}"]) == 0
     printed = capsys.readouterr()
     assert "There is no answer yet" in printed.out
-    folder = workspace.layout.reports / "weights"
+    folder = workspace.layout.reports / "small"
     assert f"Page: {folder}/report.html" in printed.err
     assert {p.name for p in folder.iterdir()} == {
         *("report.html", "report.md", "report.csv", "trials.csv", "report.json")
@@ -176,14 +137,12 @@ def test_a_sweep_with_nothing_done_has_a_report(
     assert "No evaluation of this sweep has ended" in (folder / "report.html").read_text()
 
 
-def test_the_report_can_go_elsewhere_and_to_scripts(
-    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_can_go_elsewhere_and_to_scripts(workspace: Workspace, tmp_path, capsys) -> None:
     out = tmp_path / "elsewhere" / "here"
-    words = ["report", "weights", f"workspace={workspace.root}", "--out", str(out), "--json"]
+    words = ["report", "small", f"workspace={workspace.root}", "--out", str(out), "--json"]
     assert main(words) == 0
     values = json.loads(capsys.readouterr().out)
-    assert (values["version"], values["sweep"], values["folder"]) == (1, "weights", str(out))
+    assert (values["version"], values["sweep"], values["folder"]) == (1, "small", str(out))
     assert values["question"] == "Do weights matter?"
     assert not workspace.layout.reports.exists()
     (out / "report.md").write_text("mine\n")
@@ -191,33 +150,27 @@ def test_the_report_can_go_elsewhere_and_to_scripts(
     assert "mine" not in (out / "report.md").read_text()
 
 
-def test_an_unwritable_workspace_is_reported_with_a_fix(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_workspace_is_reported_with_a_fix(workspace: Workspace, capsys) -> None:
     """For example on a read-only mount."""
     workspace.layout.reports.write_text("in the way")
     assert main(["report", f"workspace={workspace.root}"]) == 2
     said = capsys.readouterr().err
-    assert str(workspace.layout.reports / "weights") in said
+    assert str(workspace.layout.reports / "small") in said
     assert "--out DIR" in said
 
 
-def test_the_newest_sweep_is_the_one_that_was_launched_last(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_sweep_is_the_one_that_was_launched_last(workspace: Workspace, capsys) -> None:
     """An amended older sweep is newer than one that was begun after it."""
-    first = read_sweep(workspace, "weights")
+    first = read_sweep(workspace, "small")
     write_sweep(workspace, replace(first, name="between", started_at="2027-01-01T00:00:00+00:00"))
     write_sweep(workspace, replace(first, number=2, started_at="2027-01-02T00:00:00+00:00"))
     assert main(["report", f"workspace={workspace.root}", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sweep"] == "weights"
+    assert json.loads(capsys.readouterr().out)["sweep"] == "small"
 
 
-def test_a_sweep_that_is_not_there_is_named_with_the_nearest(
-    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", "wieghts", f"workspace={workspace.root}"]) == 2
-    assert "Did you mean 'weights'?" in capsys.readouterr().err
+def test_a_missing_sweep_is_named_with_the_nearest(workspace: Workspace, tmp_path, capsys) -> None:
+    assert main(["report", "smal", f"workspace={workspace.root}"]) == 2
+    assert "Did you mean 'small'?" in capsys.readouterr().err
     assert main(["report", f"workspace={tmp_path / 'none'}"]) == 2
     assert "refiner sweep FILE" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()

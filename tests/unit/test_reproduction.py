@@ -1,7 +1,5 @@
 """The command on a card makes the same model: planned again, it has the recorded fingerprint."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex
@@ -68,22 +66,12 @@ def test_a_shipped_recipe_comes_back_by_name(recipe: str) -> None:
 
 
 def test_execution_settings_are_left_out() -> None:
-    made = run_of(
-        "tiny",
-        "seed=7",
-        "workspace=/scratch/me/runs",
-        "dispatch.max_parallel=1",
-        "tracking.wandb=disabled",
-        "grpo.resources.cpus=3",
-        "grpo.save_freq=5",
-        "publish.which=every-save",
-        "publish.repo_id=me/{recipe}-{step}",
-        "publish.per_step=repository",
-        "publish.path=/home/me/published",
-        "log_level=debug",
-    )
-    assert reproduce(made)["command"] == (
-        "refiner run tiny seed=7 grpo.save_freq=5 publish.which=every-save"
+    given = ("seed=7", "grpo.save_freq=5", "publish.which=every-save")
+    hidden = ("workspace=/scratch/me/runs", "dispatch.max_parallel=1", "tracking.wandb=disabled")
+    hidden += ("grpo.resources.cpus=3", "publish.repo_id=me/{recipe}-{step}", "log_level=debug")
+    hidden += ("publish.per_step=repository", "publish.path=/home/me/published")
+    assert reproduce(run_of("tiny", *given, *hidden))["command"] == (
+        f"refiner run tiny {' '.join(given)}"
     )
 
 
@@ -147,9 +135,7 @@ def test_a_local_file_is_named_without_its_folder(tmp_path: Path) -> None:
     assert fingerprint(found, made) == made.fingerprint
 
 
-def test_the_command_needs_the_files_and_no_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_needs_the_files_and_no_records(tmp_path, monkeypatch) -> None:
     """The command line alone, in a folder with the same files."""
     from refiner_core.models import tiny_model_dir
 

@@ -1,11 +1,8 @@
 """Proofs of resume: comparisons, verdicts, records, and their text on a card."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +14,6 @@ from safetensors.torch import save_file
 
 from flows.proving.proof_plan import PHASES, Trained, draw_points
 from flows.proving.runs import as_they_were
-from infra.store.provenance import keep_scratch, new_scratch
-from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.lint import check_card
@@ -69,9 +64,7 @@ def test_traces_differ_by_the_last_bit_and_not_by_the_clock() -> None:
         (lambda rows: [*rows[:3], (4, {**rows[3][1], "loss": None}), *rows[4:]], 4),
     ],
 )
-def test_missing_or_double_rows_diverge(
-    change: Callable[[list[Row]], list[Row]], step: int
-) -> None:
+def test_missing_or_double_rows_diverge(change, step) -> None:
     found = compare_traces(trace(), change(trace()))
     assert (found.largest, found.first_step) == (None, step)
     assert verdict_of([found], 1e9) == "diverged"
@@ -135,9 +128,7 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
         ({"attempt": 4, "asked": 50}, None, False),  # how it came about is no part of it
     ],
 )
-def test_states_are_compared(
-    changes: dict[str, Any], quantity: str | None, sized: bool, tmp_path: Path
-) -> None:
+def test_states_are_compared(changes, quantity, sized, tmp_path) -> None:
     one, two = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", **changes)
     found = compare_checkpoints(one, two, 1e-3)
     assert all(c.compared for c in found)
@@ -210,26 +201,11 @@ def test_other_process_counts_are_within_tolerance_at_best() -> None:
     assert "another number of processes" in card
 
 
-def test_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "runs")
-    dead, kept, alive = (new_scratch(workspace, name) for name in ("dead", "kept", "alive"))
-    for folder in (dead, kept):
-        owner = json.loads((folder / "owner.json").read_text())
-        host, _, started = owner["process"].rsplit(":", 2)
-        process = f"{host}:{2**22 + 1}:{started}"  # above any process number
-        (folder / "owner.json").write_text(json.dumps({"process": process}))
-    keep_scratch(kept)
-    new_scratch(workspace, "next")
-    assert (dead.exists(), kept.exists(), alive.exists()) == (False, True, True)
-
-
 @pytest.mark.parametrize(
     ("comparisons", "tolerance", "says"),
     [(SAME, 0.0, "interrupted 3 times"), (NEAR, 0.01, "0.0004"), (FAR, 0.01, "from step 7")],
 )
-def test_a_proof_on_a_card_is_checked(
-    comparisons: tuple[ProofComparison, ...], tolerance: float, says: str
-) -> None:
+def test_a_proof_on_a_card_is_checked(comparisons, tolerance, says) -> None:
     facts = full_facts(proof=public_proof(proof(comparisons, tolerance=tolerance)))
     card, evidence = build_card(facts), evidence_text(facts, [])
     assert says in card

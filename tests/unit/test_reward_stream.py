@@ -1,7 +1,5 @@
 """Streams of rewards: results of the batch, early judging, failures, and usage."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Settings and their combination are in ``test_rewards_composition.py``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -83,9 +81,7 @@ def test_golden_citation_reward() -> None:
 @pytest.mark.parametrize(
     ("recall", "precision", "f1"), [(1, 1, 1), (0.5, 1, 2 / 3), (0, 1, 0), (1, 0, 0), (0, 0, 0)]
 )
-def test_f1_is_the_harmonic_mean_and_0_where_both_are_0(
-    recall: float, precision: float, f1: float
-) -> None:
+def test_f1_is_the_harmonic_mean_and_0_where_both_are_0(recall, precision, f1) -> None:
     parts = reward_of(rollout(GOOD), by_kind(recall=recall, precision=precision)).components
     assert parts["citation_f1"] == pytest.approx(f1)
     assert parts["citation"] == pytest.approx(0.6 * f1 + 0.4)
@@ -251,9 +247,7 @@ def test_the_penalty_of_an_unfinished_answer_replaces_the_total_and_no_component
     [{}, {"combination": "additive"}, {"rubric_aggregation": "signed_mean"},
      {"rubric_aggregation": "positive_sum"}],
 )  # fmt: skip
-def test_a_malformed_answer_scores_0_even_on_negative_rubrics_and_asks_nothing(
-    text: str, changes: dict[str, Any]
-) -> None:
+def test_a_malformed_answer_scores_0_on_any_rubrics_and_asks_nothing(text, changes) -> None:
     judge = ScriptedJudge(lambda request: 0.0)
     for rubrics in (BOTH, NONE, {"negative_rubrics": [NEGATIVE]}):
         result = reward_of(rollout(text, rubrics=rubrics), judge, **changes)
@@ -308,9 +302,7 @@ def test_text_around_the_answer_is_no_fault_in_other_modes() -> None:
 
 @pytest.mark.parametrize("failing", ["P", "N", "recall", "precision", "needed"])
 @pytest.mark.parametrize("score", [None, 5.0, 1.0000001, -0.5, math.nan])
-def test_one_failed_judgement_makes_the_whole_rollout_unscored(
-    failing: str, score: float | None
-) -> None:
+def test_one_failed_judgement_makes_the_whole_rollout_unscored(failing, score) -> None:
     """A score out of range is a failure: half of `{"score": 10}` is five times the maximum."""
     text = "<answer>Plain <snippet id=a>claim one</snippet></answer>"
     for citations in (True, False):

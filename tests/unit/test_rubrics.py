@@ -1,7 +1,5 @@
 """Rubrics: forms of rows, static sets and files, pinned wording, and selection."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -66,10 +64,8 @@ def test_both_forms_of_rubrics_are_read_and_a_negative_weight_marks_a_fault() ->
     ("obj", "named"),
     [
         ("{not json", "not JSON"),
-        ({"positive": []}, "positive"),
         ({"positive_rubrics": ["text"]}, r"positive_rubrics\[0\]"),
         ({"rubrics": [{"description": "d"}, {"title": "t"}]}, r"rubrics\[1\].*description"),
-        ({"rubrics": [{"description": "d", "weight": "2"}]}, r"rubrics\[0\].weight"),
         ({"rubrics": [{"description": "d", "weight": math.nan}]}, "weight"),
         ('{"rubrics": [{"description": "d", "weight": Infinity}]}', "weight"),
     ],
@@ -100,25 +96,6 @@ def test_a_user_adds_a_set_as_a_file(tmp_path: Path) -> None:
     assert rubric_set_digest(str(path)) != before
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("rubrics: []\n", "at least 1"),
-        ("rubrics: [{title: t, descripton: d}]\n", "descripton"),
-        ("rubrics: [{title: t, description: d, polarity: minus}]\n", "polarity"),
-        ("rubrics: [{title: t, description: d, weight: -1}]\n", "polarity: negative"),
-        ("rubrics: [{title: t, description: d, accept: yes}]\n", "accept"),
-        ("rubrics: [{title: t, description: d, weight: 1.0e+300}]\n", "less than or equal to"),
-        ("a: [\n", "cannot be read"),
-    ],
-)
-def test_a_set_that_does_not_fit_is_refused(tmp_path: Path, content: str, named: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(content)
-    with pytest.raises(ConfigurationError, match=named):
-        load_rubric_set(str(path))
-
-
 @pytest.mark.parametrize("name", ["v99", "nowhere.yaml", ".", "x" * 5000])
 def test_an_unknown_set_is_refused_and_the_known_ones_listed(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"v3.*reward\.static_rubrics"):
@@ -133,9 +110,7 @@ def write_set(path: Path, wording: str) -> Path:
     return path
 
 
-def test_a_stage_judges_by_its_planned_wording_and_is_refused_once_it_was_edited(
-    tmp_path: Path,
-) -> None:
+def test_a_stage_judges_by_its_planned_wording_and_is_refused_once_it_was_edited(tmp_path) -> None:
     path = write_set(tmp_path / "mine.yaml", "as planned")
     reward = RewardConfig(rubric_source="static", static_rubrics=str(path))
     config = replace(RecipeConfig(), reward=reward)
@@ -166,12 +141,9 @@ def test_a_stage_judges_by_its_planned_wording_and_is_refused_once_it_was_edited
         ("static", False, "COW"),
         ("instance+static", False, "pnCOW"),
         ("instance+static", True, "pn"),
-        ("static", True, ""),
     ],
 )
-def test_the_source_decides_which_rubrics_are_asked_and_logged(
-    source: Any, only_instance: bool, titles: str
-) -> None:
+def test_the_source_decides_which_rubrics_are_asked(source, only_instance, titles) -> None:
     """``instance_rubrics_only`` costs no judgement of a static rubric."""
     reward = replace(RewardConfig(), rubric_source=source, instance_rubrics_only=only_instance)
     assert "".join(r.title[0] for r in select_rubrics(ROW, reward)) == titles
@@ -206,9 +178,7 @@ def experiment(folder: Path) -> Path:
     return recipe
 
 
-def test_a_file_is_found_from_any_folder_beside_its_recipe_or_its_override(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_found_beside_its_recipe_or_its_override(tmp_path, monkeypatch) -> None:
     recipe = experiment(tmp_path / "mine")
     beside = load_recipe(str(recipe))
     monkeypatch.chdir(tmp_path / "mine")
@@ -225,9 +195,7 @@ def test_a_file_is_found_from_any_folder_beside_its_recipe_or_its_override(
     assert shipped.reward.static_rubrics == "v3", "names of shipped sets stay names"
 
 
-def test_stages_and_protocols_depend_on_the_content_of_rubrics_and_not_on_their_folder(
-    tmp_path: Path,
-) -> None:
+def test_stages_and_protocols_depend_on_the_content_of_rubrics_alone(tmp_path) -> None:
     def fingerprint(config: RecipeConfig) -> str:
         return make_plan(config, resolve_sources(config)).by_name["grpo"].fingerprint
 

@@ -1,7 +1,5 @@
 """`refiner rubrics`: faults of rubrics are reported before a run depends on them."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.cli.main import main
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.rubrics import Rubric, load_rubric_set, shipped_rubric_sets
 from refiner_core.rubrics.lint import check_file, wording
+from tests.support.command import Finished, called
 
 SOUND = "Names the year in which the bridge was opened."
 
@@ -91,10 +89,8 @@ def test_misleading_wording_is_reported(description: str, polarity: Any, rule: s
     [
         (SOUND, "positive"),
         ("The answer should discuss the pros and cons of steel and concrete.", "positive"),
-        ("Mentions that arches carry the load and provide a clear span.", "positive"),
         ("Confuses the bridge with another one that does not cross the river.", "negative"),
         ("States that latency fell by 40% at 3 points of load.", "positive"),
-        ("Describes good practice in welding.", "positive"),
         ('States that the year of opening is "1931"', "positive"),
         ("Names the year. Fully true if it is exact; true in part if the decade is; "
          "not true otherwise.", "positive"),
@@ -168,9 +164,7 @@ FAULT = "Confuses the bridge with the one in the next town."
         ([f"{{title: a, weight: 1, description: {SOUND}, weight: 5}}"], {"duplicate-key": 1}),
     ],
 )  # fmt: skip
-def test_sets_with_conflicting_rubrics_are_reported(
-    tmp_path: Path, entries: list[str], rules: dict[str, int]
-) -> None:
+def test_sets_with_conflicting_rubrics_are_reported(tmp_path, entries, rules) -> None:
     name = set_file(tmp_path, "rubrics:\n" + "".join(f"  - {entry}\n" for entry in entries))
     assert rules_of(name) == rules
 
@@ -232,32 +226,19 @@ def test_parquet_rows_are_checked_as_lines_are(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    code = main(["rubrics", *argv])
-    return code, capsys.readouterr().out
+def test_the_command_exits_by_its_findings(tmp_path: Path) -> None:
+    def check(*words: str) -> Finished:
+        return called("rubrics", "check", *words)
 
-
-def test_the_command_exits_by_its_findings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     warned = set_file(tmp_path, "rubrics:\n  - {title: a, description: Should not speculate.}\n")
-    assert run(capsys, "check", "v3")[0] == 0
-    code, out = run(capsys, "check", warned)
-    assert code == 0
-    assert f"{warned}:2 rubrics[0] 'a'" in out
-    assert run(capsys, "check", warned, "--strict")[0] == 3
+    assert check("v3").code == check(warned).code == 0
+    assert f"{warned}:2 rubrics[0] 'a'" in check(warned).stdout
+    assert check(warned, "--strict").code == 3
     wrong = rows_file(tmp_path, *[row({"title": "t", "description": ""})] * 5)
-    code, out = run(capsys, "check", wrong)
-    assert code == 3
-    assert "(2 more: --all)" in out
-    assert "more: --all" not in run(capsys, "check", wrong, "--all")[1]
-    name = rows_file(tmp_path, *[row("Should not speculate.")] * 9)
-    code, out = run(capsys, "check", name, "--json")
-    found = json.loads(out)
-    assert (code, found["warnings"], found["errors"]) == (0, 9, 0)
-    assert found["counts"] == {"polarity": 9}
+    assert check(wrong).code == 3
+    assert "(2 more: --all)" in check(wrong).stdout
+    assert "more: --all" not in check(wrong, "--all").stdout
+    found = check(warned, "--json").json
+    assert (found["warnings"], found["errors"]) == (1, 0)
     assert {"line", "rule", "what", "why", "fix", "severity"} <= set(found["findings"][0])
-    other = tmp_path / "rubrics.txt"
-    other.write_text("text")
-    for name in (str(other), str(tmp_path / "nowhere.yaml")):
-        assert run(capsys, "check", name)[0] == 2
+    assert check(str(tmp_path / "nowhere.yaml")).code == 2

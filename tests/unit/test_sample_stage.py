@@ -1,7 +1,5 @@
 """The stage `sample`: it keeps what was sampled, and no interruption changes or loses it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -160,20 +158,13 @@ def test_every_attempt_is_stored_with_its_seed_score_and_reason(straight: Bench)
 def test_the_report_adds_up(straight: Bench) -> None:
     report = json.loads((straight.root / "out" / "report.json").read_text())
     found = straight.attempts()
-    assert report["lane"] == "answers"
-    assert report["attempts"]["total"] == 28
-    assert report["attempts"]["measured"] == 28
+    assert report["attempts"]["total"] == report["attempts"]["measured"] == 28
     assert sum(report["acceptance"].values()) == report["prompts"]["total"] == 7
-    assert (
-        sum(int(n) * many for n, many in report["acceptance"].items())
-        == (report["attempts"]["full"])
-    )
     kept = [a for a in found if a.kept]
     assert report["kept"]["demonstrations"] == len(kept)
     assert sum(report["not_kept"].values()) + len(kept) == 28
     assert report["tokens"]["sampled"] == sum(len(a.token_ids) for a in found)
     assert report["tokens"]["loss"] == sum(len(a.token_ids) for a in kept)
-    assert report["by_domain"]["answer_only"]["attempts"] == report["attempts"]
     metrics = straight.io("out").metrics()
     assert [line["sample/batch"] for line in metrics] == [1, 2, 3, 4]
     assert sum(line["sample/kept"] for line in metrics) == len(kept)
@@ -191,9 +182,7 @@ def test_a_further_attempt_changes_no_other_one(straight: Bench, tmp_path: Path)
 
 
 @pytest.mark.parametrize("lacking", [False, True])
-def test_a_crash_in_a_batch_costs_that_batch_and_changes_no_bit(
-    straight: Bench, tmp_path: Path, lacking: bool
-) -> None:
+def test_a_crash_in_a_batch_changes_no_bit(straight: Bench, tmp_path, lacking) -> None:
     """A batch that the checkpoint lacks is sampled again, too."""
     bench, io = Bench(tmp_path), FolderStageIO(tmp_path / "io")
     bench.fail_at_call = 3
@@ -222,9 +211,7 @@ def test_a_stop_is_honoured_between_batches(straight: Bench, tmp_path: Path) -> 
     assert bench.files() == straight.files()
 
 
-def test_a_judge_that_streams_changes_nothing_and_an_outage_loses_no_sampled_attempt(
-    straight: Bench, tmp_path: Path
-) -> None:
+def test_an_outage_of_a_streaming_judge_loses_no_attempt(straight: Bench, tmp_path) -> None:
     bench, io = Bench(tmp_path), FolderStageIO(tmp_path / "io")
     judge = ThreadedJudge()
     judge.error = (9, JudgeOutage("nobody answers"))
@@ -400,44 +387,18 @@ def test_too_many_errors_stop_the_stage_and_the_same_call_resumes(tmp_path: Path
 
 
 class Stopping(FolderStageIO):
-    """A stop once a turn of an episode is sampled, and (with ``after_one``) another episode has
-    ended."""
+    """A stop once the first turn of the first task is sampled."""
 
-    def __init__(
-        self,
-        root: Path,
-        bench: EpisodeBench,
-        episode: tuple[str, int],
-        turn: int,
-        *,
-        after_one: bool = False,
-    ) -> None:
+    def __init__(self, root: Path, bench: EpisodeBench) -> None:
         super().__init__(root)
-        self.bench, self.collected = bench, not after_one
-        self.turn = derive_seed(derive_seed(7, "sample", *episode), "turn", turn)
+        self.bench = bench
+        self.turn = derive_seed(derive_seed(7, "sample", "counting/t0", 0), "turn", 0)
 
     def should_stop(self) -> bool:
-        if not self.collected:  # what has ended by now is taken before this is asked again
-            self.collected = self.bench.environment.closed > 0
-            return False
         return self.turn in self.bench.generator.asked
 
 
-def test_eager_episodes_that_have_ended_survive_a_stop(tmp_path: Path) -> None:
-    bench = EpisodeBench(tmp_path, deterministic=False)
-    with pytest.raises(Interrupted, match=r"0 of 3 batches and . samples"):
-        bench.play(io=Stopping(tmp_path / "io", bench, ("counting/t0", 2), 2, after_one=True))
-    assert bench.generator.begun == 4
-    bench.play(io=FolderStageIO(tmp_path / "io"))
-    assert bench.generator.begun < 12  # who gave up at once had ended long before
-    assert [a.key for a in bench.attempts()] == [
-        (name, index) for name in PLAYED for index in range(4)
-    ]
-
-
-def test_eager_episodes_survive_a_crash_up_to_the_last_time_they_were_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eager_episodes_survive_a_crash(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("refiner_core.batches.KEEP_EVERY_S", 0.0)
     bench, io = EpisodeBench(tmp_path, deterministic=False), FolderStageIO(tmp_path / "io")
     bench.write(task_of(0, bug=3, after_one=True), task_of(1), task_of(2))
@@ -452,7 +413,7 @@ def test_eager_episodes_survive_a_crash_up_to_the_last_time_they_were_kept(
 def test_ordered_episodes_that_were_stopped_come_out_the_same(tmp_path: Path) -> None:
     straight = EpisodeBench(tmp_path)
     straight.play()
-    io = Stopping(tmp_path / "io", straight, ("counting/t0", 0), 0)
+    io = Stopping(tmp_path / "io", straight)
     with pytest.raises(Interrupted, match="1 of 3 batches"):
         straight.play("again", io)
     straight.play("again", FolderStageIO(tmp_path / "io"))

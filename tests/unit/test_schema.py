@@ -1,7 +1,5 @@
 """The JSON Schema of recipes: it accepts and refuses what refiner accepts and refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -52,12 +50,9 @@ def test_shipped_recipes_fit(path: Path) -> None:
     "values",
     [
         {"grpo": {"bta": 0.1}},
-        {"grpoo": {}},
         {"seed": "one"},
         {"stages": ["data", "sfft"]},
         {"reward": {"paper_citation_weight": 1.5}},
-        {"grpo": {"num_training_steps": 0}},
-        {"judge": {"timeout_s": 0}},
         {"dispatch": {"retries": {"hung": -2}}},
     ],
 )
@@ -91,9 +86,7 @@ def test_ranges_are_those_of_the_plan(path: str, info: Any) -> None:
             check_config(config)
 
 
-def test_show_prints_it_and_init_puts_it_beside_the_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_show_prints_it_and_init_puts_it_beside_the_recipe(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, ["show", "--schema"], catch_exceptions=False)
     assert json.loads(done.stdout) == SCHEMA

@@ -1,13 +1,10 @@
 """No setting holds a secret: it would be in records, logs, cards and trackers. One list of names
 says what a secret is, for settings, profiles, command lines and masks."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
 import os
-import re
 import shlex
 import threading
 from dataclasses import replace
@@ -15,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import infra
 from flows.cards.reproduction import recipe_text, restated
 from flows.cli.main import main
 from infra.attempt.stage_io import MaskingFormatter
@@ -170,15 +166,6 @@ def test_the_environment_is_read_while_it_changes(monkeypatch: pytest.MonkeyPatc
         thread.join()
 
 
-def test_no_module_reads_the_environment_in_a_way_that_can_fail() -> None:
-    root = Path(infra.__file__).parent.parent
-    spread = re.compile(r"\*\*os\.environ|os\.environ\.(?:items|copy|values)\(|dict\(os\.environ\)")
-    files = [f for name in ("flows", "infra", "sweeps") for f in (root / name).rglob("*.py")]
-    said_of = root / "infra/host/processes.py"
-    found = [str(f) for f in files if f != said_of and spread.search(f.read_text("utf-8"))]
-    assert found == [], "infra.host.processes.environment() is a copy that cannot fail"
-
-
 # ---------------------------------------------------------------- what is published
 
 BODY = json.dumps({"x": {"user": "hunter2", "effort": "high"}, "n": 3, "password": "plain"})
@@ -213,7 +200,9 @@ def test_no_card_recipe_or_evidence_has_such_a_text() -> None:
 def line(monkeypatch: pytest.MonkeyPatch) -> logging.Handler:
     monkeypatch.setenv("MY_JUDGE_API_KEY", "correct-horse-battery")
     monkeypatch.setenv("HF_TOKEN", "not-shaped-like-one")
+    monkeypatch.setenv("MY_WEBHOOK", "https://chat.example/hooks/T01/abc")
     monkeypatch.setenv("MAX_TOKEN_LENGTH", "4096-4096")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "falsehood")
     handler = logging.StreamHandler(io.StringIO())
     handler.setFormatter(MaskingFormatter("%(message)s"))
     return handler
@@ -226,12 +215,10 @@ def said(handler: logging.Handler, text: str, error: BaseException | None = None
 
 def test_lines_and_tracebacks_are_logged_without_secrets(line: logging.Handler) -> None:
     """All known forms: test_hub_errors and test_secret_settings."""
-    for secret in ("correct-horse-battery", "not-shaped-like-one", "hf_abcdefghijkl"):
+    opaque = ("correct-horse-battery", "not-shaped-like-one", "https://chat.example/hooks/T01/abc")
+    for secret in (*opaque, "hf_abcdefghijkl", "sk-abcdefgh1"):
         assert secret not in said(line, f"the key is {secret}.")
         assert "***" in said(line, f"the key is {secret}.")
         assert secret not in said(line, "it failed", RuntimeError(secret))
-
-
-def test_ordinary_lines_stay_as_they_are(line: logging.Handler) -> None:
-    text = "step 12 of 50: 4096-4096 tokens, loss 1.25, see runs/stages/sft-0123456789ab"
+    text = "step 12 of 50: 4096-4096 tokens, falsehood, loss 1.25, see runs/stages/sft-0123456789ab"
     assert said(line, text) == text

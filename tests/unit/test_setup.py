@@ -1,15 +1,13 @@
 """What `make setup` asks pip for: a small torch where there is no GPU, checked hashes in CI."""
 
-from __future__ import annotations
-
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.lint.source import PACKAGES, ROOT
+from tests.support.command import finished
 
 #: Stands for python, in a new environment too: notes what is asked.
 PYTHON = """#!/bin/sh
@@ -25,15 +23,9 @@ def setup(folder: Path, *variables: str) -> list[str]:
     python, asked = folder / "python", folder / "asked"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    done = subprocess.run(
-        ["make", "setup", f"PYTHON={python}", f"VENV={folder / 'venv'}", *variables],
-        cwd=ROOT,
-        env={**os.environ, "ASKED": str(asked)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    make = ["make", "setup", f"PYTHON={python}", f"VENV={folder / 'venv'}", *variables]
+    done = finished(make, ROOT, {**os.environ, "ASKED": str(asked)})
+    assert done.code == 0, done.stderr
     lines = asked.read_text().splitlines()
     return [line.partition("check ")[2] for line in lines if " pip install " in line]
 

@@ -4,17 +4,13 @@ Two dozen campaigns in virtual time (ten thousand in `make prove`), each under f
 from its seed; and deliberate bugs, which must be noticed (all of them in `make prove`).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 
 import pytest
 
-from tests.prove.simulation import main, try_seed
-from tests.simulation.campaigns import run_schedule
-from tests.simulation.mutations import first_noticed, mutated
-from tests.simulation.world import Violation
+from tests.prove.simulation import try_seed
+from tests.simulation.mutations import first_noticed
 
 pytestmark = pytest.mark.slow
 
@@ -40,22 +36,3 @@ def test_campaigns_survive_their_faults() -> None:
 )
 def test_a_deliberate_bug_is_noticed(name: str) -> None:
     assert first_noticed(name, range(1, 200)) is not None
-
-
-def test_a_seed_is_the_same_campaign_every_time() -> None:
-    first, second = list[str](), list[str]()
-    run_schedule(12, first.append)
-    run_schedule(12, second.append)
-    assert len(first) > 20
-    # The folder's name is in messages, and differs.
-    assert [line[:60] for line in first] == [line[:60] for line in second]
-
-
-def test_a_broken_rule_names_the_command_to_replay_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with mutated("attempt numbers are skipped"):
-        with pytest.raises(Violation, match=r"tests\.prove\.simulation --seed 5 --verbose"):
-            run_schedule(5)
-        assert main(["--seed", "5", "--verbose"]) == 1
-    shown = capsys.readouterr()
-    assert "still open" in shown.err
-    assert "claims attempt 2" in shown.out

@@ -1,7 +1,5 @@
 """Profiles of Slurm clusters: shipped ones load, wrong ones are refused with the fix."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,22 +24,9 @@ def test_every_shipped_profile_loads_and_says_what_it_is_for() -> None:
 
 
 def test_a_file_is_a_profile_too(tmp_path: Path) -> None:
-    profile = load_profile(
-        write(
-            tmp_path,
-            """
-            description: ours
-            partition: gpu
-            account: 12345
-            exclude: [n7, n8]
-            setup: ["source /etc/profile.d/modules.sh"]
-            modules: [cuda/12.8]
-            env: {NCCL_DEBUG: INFO}
-            sbatch: {mail-type: FAIL, exclusive: true, mem: null}
-            cpu: {partition: cpu}
-            """,
-        )
-    )
+    text = "partition: gpu\naccount: 12345\nexclude: [n7, n8]\nmodules: [cuda/12.8]\n"
+    text += "sbatch: {mail-type: FAIL, exclusive: true, mem: null}\ncpu: {partition: cpu}\n"
+    profile = load_profile(write(tmp_path, text))
     assert (profile.name, profile.account, profile.exclude) == ("mine", "12345", ("n7", "n8"))
     assert profile.sbatch == {"mail-type": "FAIL", "exclusive": True, "mem": None}
 
@@ -50,17 +35,13 @@ def test_a_file_is_a_profile_too(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("partitions: gpu", "Did you mean 'partition'"),
-        ("cpu: {partitoin: cpu}", "Did you mean 'partition'"),
         ("gpu_option: gpu-per-node", "gpus-per-node"),
         ("max_time_min: long", "a valid integer"),
-        ("setup: module load cuda", "a valid list"),
-        ("array_limit: 0", "greater than or equal to 1"),
         ("sbatch: {job-name: x}", "job-name"),
         ("sbatch: {signal: USR1@60}", "signal_lead_s"),
         ("env: {HF_TOKEN: hf_x}", "secret"),
         ("setup: ['export WANDB_API_KEY=abc']", "secret"),
         ("- a list", "mapping"),
-        ("a: [", "cannot be read"),
     ],
 )
 def test_wrong_profiles_are_refused(tmp_path: Path, text: str, says: str) -> None:

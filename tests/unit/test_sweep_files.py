@@ -1,7 +1,5 @@
 """Sweep files: how they are read and refused, and the arms that follow from them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe, override_text, parse_override, read_overrides
-from sweeps.definition import load_sweep, parse_sweep, shipped_sweeps, value_text
+from sweeps.definition import load_sweep, parse_sweep, shipped_sweeps
 from sweeps.planning import find_baseline, make_arms
 from sweeps.values import Limits, Question, SweepFile
 
@@ -90,11 +88,6 @@ def test_files_are_found_beside_the_sweep(tmp_path: Path) -> None:
     assert len(load_recipe(found.recipe, found.overrides).evaluate.protocols) == 2
 
 
-def test_a_mapping_for_json_text_is_a_level() -> None:
-    found = sweep(factors={"judge.extra_body": {"plain": "", "seeded": {"seed": 1}}})
-    assert found.factors["judge.extra_body"]["seeded"] == '{"seed": 1}'
-
-
 @pytest.mark.parametrize("name", shipped_sweeps())
 def test_shipped_sweeps_are_found_by_name_and_have_a_question(name: str) -> None:
     found = load_sweep(name)
@@ -114,7 +107,6 @@ def test_shipped_sweeps_are_found_by_name_and_have_a_question(name: str) -> None
         ({"factors": {"grpo.beta": ["a"]}}, r"`grpo.beta` is 'a'.*a number"),
         ({"factors": {"grpo.beta": [0, 0.0]}}, r"`factors: grpo.beta`.*has 0 twice"),
         ({"factors": {"model.revision": ["a b", "a/b"]}}, r"has a-b twice.*labels"),
-        ({"factors": {"model.revision": ["${seed}"]}}, r"takes its value from another field"),
         (
             {"zip": {"grpo.beta": [0, 1], "grpo.learning_rate": [1e-4]}},
             r"differ in length: grpo.beta has 2, grpo.learning_rate has 1",
@@ -123,13 +115,10 @@ def test_shipped_sweeps_are_found_by_name_and_have_a_question(name: str) -> None
             {"factors": {"grpo.beta": [0, 1]}, "arms": {"a": ["grpo.beta=2"]}},
             r"`grpo.beta`.*`factors`.*`arms`",
         ),
-        ({"arms": {"a": ["grpo.bta=1"]}}, r"no field 'grpo.bta'.*arms: a.*'grpo.beta'"),
-        ({"exclude": ["a"]}, r"`exclude`.*a list of \{field: value or label\}"),
         ({"arms": {"a": ["grpo.beta=1", "grpo.beta=2"]}}, r"`arms: a`.*has grpo.beta twice"),
         ({"seeds": 10**12}, r"`seeds` of sweep mine is 1000000000000.*at most 200,000"),
         ({"seeds": [3, 1, 3]}, r"`seeds` of sweep mine has 3 twice.*the same run"),
         ({"limits": {"concurrency": 0}}, r"`limits: concurrency` of sweep mine is 0"),
-        ({"limits": {"disk_gb": float("inf")}}, r"`limits: disk_gb` of sweep mine is inf"),
         ({"question": {"metric": 3}}, r"`question: metric` of sweep mine is 3.*a valid string"),
     ],
 )
@@ -138,17 +127,10 @@ def test_invalid_keys_are_refused_by_name(keys: dict[str, Any], said: str) -> No
         sweep(**keys)
 
 
-def test_numbers_are_accepted_as_names() -> None:
-    found = sweep(name=7, arms={1: [], 2: ["grpo.beta=1"]}, baseline=2)
-    assert (found.name, list(found.arms), found.baseline) == ("7", ["1", "2"], "2")
-    assert sweep(name="").name == "mine", "as the file is called"
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("recipe: [tiny", r"cannot be read"),
-        ("- recipe", r"not a mapping of fields"),
         ("", r"sweep file is empty"),
         ("recipe: " + "{a: " * 500 + "1" + "}" * 500, r"nested too deeply"),
         ("recipe: tiny\nseeds: 1\nseeds: 2", r"cannot be read.*seeds"),
@@ -247,7 +229,6 @@ def test_the_baseline_is_the_first_arm_or_the_one_that_is_named(baseline: Any, n
         ({"baseline": {"grpo.bta": 0}}, r"`baseline`.*`grpo.bta`.*does not vary.*'grpo.beta'"),
         ({"baseline": {"grpo.beta": 7}}, r"names 7 for `grpo.beta`.*none of its levels"),
         ({"exclude": [{"grpo.beta": 7}]}, r"`exclude`.*names 7 for `grpo.beta`"),
-        ({"exclude": [{"arm": "x"}]}, r"`exclude`.*names `arm`, which it does not vary"),
         ({"exclude": [{"grpo.beta": 0}, {"grpo.beta": 1}]}, r"leaves none of its 2 arms"),
         ({"zip": {WEIGHTS: [0, 0.1]}, "baseline": {"grpo.beta": 0}}, r"which 2 arms are"),
         ({"arms": {"A": [], "a": ["sft.weight_decay=1"]}}, r"would have the same name"),
@@ -298,9 +279,7 @@ def test_names_are_unique_and_fit_for_paths_and_shells(factors: dict[str, list[A
 
 @given(factors=FACTORS, data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_names_do_not_depend_on_the_order_of_keys_or_on_other_levels(
-    factors: dict[str, list[Any]], data: st.DataObject
-) -> None:
+def test_names_do_not_depend_on_the_order_of_keys_or_on_other_levels(factors, data) -> None:
     """A larger sweep keeps the names of its arms."""
     shuffled = dict(data.draw(st.permutations(list(factors.items()))))
     before = {a.name: a for a in make_arms(sweep(factors=factors))}
@@ -322,21 +301,3 @@ def test_any_text_is_an_override_that_is_read_back_as_it_is(text: str) -> None:
     read = OmegaConf.to_container(parse_override(written), resolve=True)
     assert read == {"model": {"chat_template": text}}
     assert read_overrides([written], Path()) == {"model.chat_template": text}
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"),
-        (1e-05, "1e-5"),
-        (0.25, "0.25"),
-        (True, "true"),
-        (None, "none"),
-        (("a", "b c"), "a-b-c"),
-        ("/data/sets/mine.v2.yaml", "mine.v2"),
-        ("Qwen/Qwen3-4B", "Qwen-Qwen3-4B"),
-        ("…", "empty"),
-    ],
-)
-def test_values_have_readable_names(value: Any, text: str) -> None:
-    assert value_text(value) == text

@@ -1,7 +1,5 @@
 """The forecast of a sweep: time, GPU-hours and judge calls from measurements alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,7 +101,6 @@ def test_unmeasured_stages_have_no_number(plan: SweepPlan) -> None:
     assert forecast.wall_seconds is None
     assert len(forecast.unknown()) == len(forecast.stages)
     text = "\n".join(forecast_lines(forecast))
-    assert "unknown" in text
     assert "unknown: no grpo stage of this model has been measured" in text
     one = plan.trials[0].plan
     # Other devices say nothing about these.

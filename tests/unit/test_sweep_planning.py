@@ -1,7 +1,5 @@
 """Planning of sweeps: trials, overrides, and refusals before a launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from sweeps.definition import parse_sweep, shipped_sweeps
 from sweeps.values import SweepPlan
 
 WEIGHTS = "reward.paper_citation_weight"
-NO_PUBLISH = ["stages=[data, sft, grpo, evaluate]"]
 
 
 def planned(typed: Sequence[str] = (), **keys: Any) -> SweepPlan:
@@ -73,22 +70,6 @@ def test_every_kind_of_value_survives_as_an_override() -> None:
         assert alone.config.command.version == odd
 
 
-def test_the_successor_of_the_seed_run_is_one_of_its_arms() -> None:
-    found = make_sweep_plan("static-vs-instance")
-    trial = next(t for t in found.trials if t.name == "instance-only/seed42")
-    recipe = make_recipe_plan("refiner-instance-only")
-    assert trial.plan.by_name["grpo"].fingerprint == recipe.by_name["grpo"].fingerprint
-
-
-def test_shared_stages_are_one_stage_and_one_object() -> None:
-    found = planned(factors={WEIGHTS: [0, 0.2, 0.5]})
-    names = [s.name for s in found.stages().values()]
-    assert names.count("data") == 1
-    assert names.count("sft") == 2, "one for each seed"
-    assert names.count("grpo") == 6
-    assert len({id(t.plan.by_name["sft"]) for t in found.trials}) == 2
-
-
 def test_a_larger_sweep_keeps_the_fingerprints_of_its_trials() -> None:
     """Only new work runs: the rest is found by its fingerprints."""
     before = fingerprints(planned(factors={WEIGHTS: [0, 0.2]}))
@@ -96,18 +77,6 @@ def test_a_larger_sweep_keeps_the_fingerprints_of_its_trials() -> None:
     after = fingerprints(grown)
     assert {name: after[name] for name in before} == before
     assert len(after) == 9
-
-
-def test_overrides_of_the_command_line_are_every_trials() -> None:
-    found = planned(
-        ["workspace=/elsewhere", "sft.max_train_steps=9"], overrides=["log_level=debug"]
-    )
-    for trial in found.trials:
-        assert trial.plan.config.workspace == "/elsewhere"
-        assert trial.plan.config.sft.max_train_steps == 9
-        assert trial.overrides[:3] == (
-            *("log_level=debug", "workspace=/elsewhere", "sft.max_train_steps=9"),
-        )
 
 
 def test_a_field_that_follows_from_another_follows_in_every_trial(tmp_path: Path) -> None:
@@ -141,14 +110,9 @@ def test_a_field_that_follows_from_another_follows_in_every_trial(tmp_path: Path
             {"factors": {"grpo.resources.gpus": [1, 2]}},
             r"varies `grpo.resources.gpus`.*never what is computed.*overrides: \[grpo.resources",
         ),
-        ({"factors": {"evaluate.models": [["sft"], ["grpo"]]}}, r"not measured alike"),
         (
             {"factors": {"grpo.kl_estimator": ["kl2", "kl3"], "grpo.beta": [0, 0.1]}},
             r"beta=0\+kl_estimator=kl3.*`grpo.kl_estimator`.*`grpo.beta` is 0",
-        ),
-        (
-            {"overrides": NO_PUBLISH, "factors": {"publish.license": ["mit", "apache-2.0"]}},
-            r"`publish.license` is read by no stage that trains or measures",
         ),
         (
             {
@@ -161,13 +125,8 @@ def test_a_field_that_follows_from_another_follows_in_every_trial(tmp_path: Path
             {"overrides": ["publish.repo_id=me/{seed}"], "factors": {WEIGHTS: [0, 1]}},
             r"paper_citation_weight=0/seed1 and paper_citation_weight=1/seed1.*'me/1'.*fingerprint",
         ),
-        ({"overrides": ["grpo.bta=1"]}, r"The recipe of sweep mine: .*'grpo.bta'.*'grpo.beta'"),
         ({"question": {"metric": "orakle"}}, r"`question: metric`.*'orakle'.*'oracle'"),
         ({"question": {"protocol": "x"}}, r"`question: protocol`.*'x'.*evaluate.protocols=\[x\]"),
-        (
-            {"overrides": ["stages=[data, sft]"]},
-            r"asks for oracle, but its recipe evaluates nothing",
-        ),
         (
             {"factors": {"judge.model": ["lexical-1", "lexical-loose-1"]}},
             r"differ in `judge.model`.*measured differently.*held-out-reader-v1",
@@ -176,19 +135,9 @@ def test_a_field_that_follows_from_another_follows_in_every_trial(tmp_path: Path
             {"factors": {WEIGHTS: [0, 0.5]}, "question": {"metric": "reward"}},
             r"differ in `reward.paper_citation_weight`.*how reward is measured",
         ),
-        (
-            {
-                "overrides": ["evaluate.protocols=[held-out-reader-v1]"],
-                "factors": {"grpo.response_length": [32, 48]},
-                "question": {"metric": "oracle", "protocol": "held-out-reader-v1"},
-            },
-            r"`grpo.response_length`, which protocol held-out-reader-v1 leaves to the recipe",
-        ),
     ],
 )
-def test_a_sweep_that_could_show_nothing_is_refused_before_it_begins(
-    keys: dict[str, Any], said: str
-) -> None:
+def test_a_sweep_that_could_show_nothing_is_refused_before_it_begins(keys, said) -> None:
     with pytest.raises(RefinerError, match=rf"(?s){said}"):
         planned(**keys)
 
@@ -206,14 +155,7 @@ def test_a_varied_field_cannot_be_set_on_the_command_line() -> None:
     [
         ({}, "nothing is compared"),
         ({"factors": {WEIGHTS: [0, 1]}, "question": {}}, "No `question: metric`"),
-        (
-            {
-                "overrides": ["stages=[data, sft]"],
-                "arms": {"a": [], "b": ["sft.weight_decay=1"]},
-                "question": {},
-            },
-            "evaluates nothing",
-        ),
+        ({"overrides": ["stages=[data, sft]"], "question": {}}, "evaluates nothing"),
     ],
 )
 def test_doubtful_sweeps_have_warnings(keys: dict[str, Any], said: str) -> None:
@@ -236,9 +178,7 @@ def test_the_dry_run_for_scripts_has_every_trial_with_its_stages(tmp_path: Path)
     assert {"forecast", "detectable", "warnings", "limits", "question"} <= value.keys()
 
 
-def test_a_protocol_file_that_measures_as_the_recipe_does_answers_its_question(
-    tmp_path: Path,
-) -> None:
+def test_a_protocol_file_that_measures_as_the_recipe_does_answers_its_question(tmp_path) -> None:
     """It has no stages of its own: its numbers are those of the recipe's own protocol."""
     base = load_recipe("tiny")
     own = {p: get_field(base, p) for p in FIELDS if p.startswith(("evaluate.", "reward."))}

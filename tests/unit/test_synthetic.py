@@ -1,7 +1,5 @@
 """The synthetic world: schema, truth, rubrics, and the random copier as a floor."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -94,18 +92,12 @@ def test_a_full_answer_scores_one():
     assert scores["claims"] == 2
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "<snippet id=S_1> The crop of Nabsuf is velm rota.</snippet>",
-        "<answer><snippet id=S_1> The crop of Nabsuf is velm rota.</snippet>",
-        "<answer>The crop of Nabsuf is velm rota.</answer>",
-        "<answer><snippet ids=S_1> The crop of Nabsuf is velm rota.</snippet></answer>",
-    ],
-)
-def test_without_one_answer_block_and_a_claim_all_is_zero(text: str):
-    assert set(score_truth(text, TRUTH).values()) == {0.0}
+def test_without_one_answer_block_and_a_claim_all_is_zero():
+    said = " The crop of Nabsuf is velm rota."
+    unopened = f"<snippet id=S_1>{said}</snippet>"
+    mistyped = f"<answer><snippet ids=S_1>{said}</snippet></answer>"
+    for text in ("", unopened, f"<answer>{unopened}", f"<answer>{said}</answer>", mistyped):
+        assert set(score_truth(text, TRUTH).values()) == {0.0}
 
 
 def test_a_value_counts_at_word_boundaries_and_with_its_entity_and_attribute():

@@ -1,19 +1,14 @@
 """Text of trainers, answers and judges sends no sequences to a terminal. A log is read in pieces,
 and a missing one has a reason."""
 
-from __future__ import annotations
-
 import io
 import os
-import pty
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flows.cli.main import main
 from flows.running.console import Console
 from flows.running.logs import log_pieces
 from infra.host.terminal import printable
@@ -21,7 +16,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.records import AttemptOutcome, RunRecord, to_json
 from refiner_core.contract.types import StageView
 from refiner_core.report.printing import table_lines
-from tests.support.command import command, environment, refiner
+from tests.support.command import on_terminal, refiner
 from tests.support.plans import claim, run_record, small_plan
 
 #: Clears the screen, sets the title, writes the clipboard, hides a line, turns text around.
@@ -42,25 +37,6 @@ HOSTILE += "\u202eg\rh\x1b(0"
 )
 def test_nothing_but_text_is_printable(text: str, shown: str) -> None:
     assert printable(text) == shown
-
-
-def on_terminal(*words: str) -> bytes:
-    """What a command writes to a terminal."""
-    leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        command(*words), stdin=subprocess.DEVNULL, stdout=follower, stderr=follower,
-        env={**environment(), "TERM": "xterm"}, start_new_session=True,
-    )  # fmt: skip
-    os.close(follower)
-    said = b""
-    try:
-        while piece := os.read(leader, 65536):
-            said += piece
-    except OSError:  # it has ended
-        pass
-    os.close(leader)
-    assert process.wait(60) == 0, said
-    return said
 
 
 @pytest.fixture
@@ -117,18 +93,3 @@ def test_a_log_larger_than_the_memory_is_read_a_piece_at_a_time(tmp_path: Path) 
     log.write_bytes("aé漢".encode() * 700_000)
     assert "".join(log_pieces(log)) == "aé漢" * 700_000, "no letter is cut in two"
     assert list(log_pieces(tmp_path / "none")) == []
-
-
-def test_a_log_may_be_missing(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = small_plan()
-    run = replace(run_record(workspace, plan), config=to_json(plan.config))
-    workspace.write_run(run)
-    planned, where = claim(workspace, plan, "sft"), f"workspace={workspace.root}"
-    assert main(["logs", "sft", where]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "its worker has not begun yet" in printed.err
-    outcome = AttemptOutcome("launch_failure", "stop", "sbatch: error: invalid account")
-    workspace.close_attempt(planned.id, 1, outcome, 0.0)
-    main(["logs", "sft", where])
-    assert "launch_failure sbatch: error: invalid account" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """A run that was interrupted anywhere and resumed is bitwise the run that was not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +75,7 @@ def test_a_crash_while_saving_goes_back_to_the_checkpoint_before(
     is_whole(run, run())
 
 
-def test_saving_less_often_and_recomputing_activations_change_nothing(
-    is_whole, inputs, tmp_path, kind
-):
+def test_how_it_is_carried_out_changes_nothing(is_whole, inputs, tmp_path, kind):
     run = live(
         inputs, tmp_path, kind, model={"gradient_checkpointing": True}, **{kind: {"save_freq": 100}}
     )
@@ -95,9 +91,7 @@ def test_a_crash_while_generating_repeats_the_same_rollouts(is_whole, inputs, tm
     is_whole(run, run())
 
 
-def test_a_stop_while_generating_drops_the_step_and_keeps_those_before(
-    is_whole, inputs, tmp_path, monkeypatch
-):
+def test_a_stop_while_generating_drops_the_step(is_whole, inputs, tmp_path, monkeypatch):
     run = live(inputs, tmp_path, "grpo", grpo={"save_freq": 100})
     monkeypatch.setattr(run.io, "should_stop", lambda: run.sampler.calls == 4)
     with pytest.raises(Interrupted, match="after step 3"):

@@ -1,7 +1,5 @@
 """SFT: what it trains on, what it refuses, what it reports."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,16 +1,11 @@
 """Plans estimate the memory of a training, by arithmetic that can be checked."""
 
-from __future__ import annotations
-
-import json
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from flows.api import make_recipe_plan
 from flows.checking.resources import memory_json, memory_needs, planning_notes
-from flows.cli.main import cli
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.placement import MemoryNeed, ModelShape, training_memory
@@ -121,11 +116,3 @@ def test_an_evaluation_by_the_training_judge_alone_gets_a_note() -> None:
     assert "held-out-judge-v1" in said()[0]
     assert not said("evaluate.protocols=[held-out-judge-v1]")
     assert not said("stages=[data,sft,evaluate]")
-
-
-def test_plans_show_it() -> None:
-    words = ["plan", "tiny", "sft.per_device_train_batch_size=64", "--json"]
-    shown = json.loads(CliRunner().invoke(cli, words, catch_exceptions=False).stdout)
-    assert [need["stage"] for need in shown["memory"]] == ["sft", "grpo"]
-    assert shown["memory"][0]["host_bytes"] > shown["memory"][0]["asked_bytes"] == 4 << 30
-    assert len(shown["notes"]) == 1

@@ -1,7 +1,5 @@
 """Turns of conversations on one model sample what single calls sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,12 +11,10 @@ import torch
 
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.types import (
-    Completion,
     GenerationRequest,
     Generator,
     SamplingParams,
     TurnGenerator,
-    TurnRequest,
     Turns,
 )
 from refiner_core.generation import turns as turns_module
@@ -116,9 +112,7 @@ def test_the_same_answers_of_the_desk_give_the_same_bits(model: Any) -> None:
     assert second.asked == first.asked
 
 
-def test_little_memory_makes_fewer_slots_and_changes_no_sample(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_little_memory_makes_fewer_slots_and_changes_no_sample(model: Any, monkeypatch) -> None:
     """Parked conversations lose their keys, and live ones wait, before memory runs out."""
     widest = []
     resize = _SlotCache.resize
@@ -135,29 +129,6 @@ def test_little_memory_makes_fewer_slots_and_changes_no_sample(
     assert widest[0] == (3, 64)
     assert all(count * columns <= 3 * 64 or count == 1 for count, columns in widest)
     assert widest[-1][1] > 192  # a conversation larger than the memory runs alone
-
-
-class Tries(Script):
-    """Greedy tries at three tasks: the same words after the same turn, but not at once."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            9,
-            4,
-            params=lambda c, t: replace(GREEDY, max_new_tokens=5 + t % 2),
-            slow=lambda c, t: (3 * (c // 3) + c % 3 + t) % 4,
-            told=60,
-        )
-        self.fresh = [(c, self.fresh[c % 3][1]) for c in range(9)]
-
-    def told(self, conversation: int, turn: int) -> tuple[int, ...]:
-        return super().told(conversation % 3 + 30, turn)
-
-
-def test_tries_at_one_task_that_are_at_different_turns_share_what_they_may(model: Any) -> None:
-    script = Tries()
-    continuous(model).turns(script)
-    agrees(model, script, 9)
 
 
 # ---------------------------------------------------------------- what is computed
@@ -212,18 +183,6 @@ def test_a_turn_that_does_not_fit_into_the_window_is_refused(model: Any) -> None
     script = Script(1, 1, params=lambda *_: SamplingParams(max_new_tokens=500))
     with pytest.raises(ConfigurationError, match="window"):
         continuous(model).turns(script)
-
-
-def test_an_error_of_the_desk_ends_the_call_and_leaves_the_model_as_it_was() -> None:
-    model = tiny_model().train()
-
-    class Full(Script):
-        def finished(self, request: TurnRequest, completion: Completion) -> None:
-            raise RuntimeError("no more")
-
-    with pytest.raises(RuntimeError, match="no more"):
-        continuous(model).turns(Full())
-    assert model.training
 
 
 # ---------------------------------------------------------------- round by round

@@ -1,7 +1,5 @@
 """Text to a tool call: what counts as a turn, and the name of each kind of bad turn."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -46,39 +44,28 @@ def test_one_call_is_a_turn(text: str) -> None:
     [
         ("", "no_call"),
         ('{"name": "f", "arguments": {}}', "no_call"),
-        ('```json\n{"name": "f", "arguments": {}}\n```', "no_call"),
         ("Sure! " + wrapped('{"name": "f", "arguments": {}}'), "no_call"),
         (wrapped('{"name": "f", "arguments": {}}') + " Done.", "no_call"),
         ("<think>I add</think>" + wrapped('{"name": "f", "arguments": {}}'), "no_call"),
-        (wrapped('{"name": "f", "arguments": {}}') + "<|im_start|>user", "no_call"),
         # Two, one after the other, with words between them, and one in the other.
         (wrapped('{"name": "f", "arguments": {}}') * 2, "many_calls"),
         (wrapped('{"name": "f", "arguments": {}}') + " and " + wrapped("{}"), "many_calls"),
         (wrapped("<tool_call>{}"), "many_calls"),
-        ("<tool_call>" + wrapped('{"name": "f", "arguments": {}}'), "many_calls"),
         ("<tool_call>", "cut"),
         (wrapped(""), "bad_json"),
         (wrapped('{"name": "f", "arguments": {}'), "bad_json"),
-        (wrapped('{"name": "f", "arguments": {}} {}'), "bad_json"),
-        (wrapped('{"name": "f", "arguments": {},}'), "bad_json"),
         (wrapped('{"name": "f", "name": "g", "arguments": {}}'), "bad_json"),
         (with_argument('{"b": 1, "b": 2}'), "bad_json"),
         (with_argument("NaN"), "bad_json"),
-        (with_argument("1e999"), "bad_json"),
         (with_argument(str(2**64)), "bad_json"),
         (with_argument('"a\nb"'), "bad_json"),
         (with_argument(r'"\ud83d"'), "bad_json"),
-        (with_argument(r'{"\ud83d": 1}'), "bad_json"),
         (with_argument('"</tool_call>"'), "no_call"),
         (wrapped("null"), "bad_shape"),
-        (wrapped('[{"name": "f", "arguments": {}}]'), "bad_shape"),
         (wrapped('{"name": "f"}'), "bad_shape"),
-        (wrapped('{"arguments": {}}'), "bad_shape"),
         (wrapped('{"name": "f", "arguments": {}, "id": 3}'), "bad_shape"),
         (wrapped('{"name": "f", "arguments": "{}"}'), "bad_shape"),
-        (wrapped('{"name": "f", "arguments": null}'), "bad_shape"),
         (wrapped('{"name": "", "arguments": {}}'), "bad_shape"),
-        (wrapped('{"name": ["f"], "arguments": {}}'), "bad_shape"),
     ],
 )
 def test_bad_turns(text: str, expected: str) -> None:
@@ -89,14 +76,11 @@ def test_bad_turns(text: str, expected: str) -> None:
     ("argument", "value"),
     [
         (str(2**63), 2**63),
-        (str(-(2**63)), -(2**63)),
-        ("1e300", 1e300),
         (r'"\ud83d\ude00"', "😀"),
         (r'"\u0000"', "\0"),
         (r'"<\/tool_call>"', "</tool_call>"),
         ('"<tool_call>"', "<tool_call>"),
         ('"<|im_end|>"', "<|im_end|>"),
-        ("[true, null]", [True, None]),
     ],
 )
 def test_odd_arguments_that_are_sound(argument: str, value: object) -> None:

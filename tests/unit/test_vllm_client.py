@@ -1,7 +1,5 @@
 """Rollouts over HTTP against a server that keeps vLLM's traps; a client that ignores one fails."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -98,7 +96,6 @@ def test_samples_end_where_the_embedded_backend_ends_them(folder: Path) -> None:
 
 def test_the_caller_gets_each_sample_in_its_own_thread_at_once(folder: Path) -> None:
     heard: list[int] = []
-    steps: list[tuple[int, int]] = []
 
     def on_completion(index: int, completion: Completion) -> None:
         assert threading.current_thread() is threading.main_thread()
@@ -107,10 +104,9 @@ def test_the_caller_gets_each_sample_in_its_own_thread_at_once(folder: Path) -> 
 
     with served(folder) as server:
         fleet = Fixed(server)
-        ours = generator(fleet, in_flight=1, on_step=lambda done, of: steps.append((done, of)))
+        ours = generator(fleet, in_flight=1)
         ours.generate(requests(), PLAIN, on_completion)
         assert sorted(heard) == list(range(12))
-        assert steps[-1] == (12, 12)
 
         def give_up(index: int, _: Completion) -> None:
             raise LookupError(index)
@@ -175,23 +171,17 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"prompt_token_ids": None}, "prompt_token_ids"),
         ({"prompt_token_ids": [3, 5]}, "another prompt"),
-        ({"token_ids": None}, "token_ids"),
         ({"token_ids": [5]}, "log-probability"),
         ({"logprobs": None}, "logprobs"),
-        ({"logprobs": {"token_logprobs": [-1.0, None]}}, "token_logprobs.1"),
         ({"logprobs": {"token_logprobs": [-1.0, float("nan")]}}, "token_logprobs.1"),
-        ({"logprobs": {"token_logprobs": [-1.0, 0.5]}}, "token_logprobs.1"),
         ({"finish_reason": "length"}, "2 of 12"),
         ({"finish_reason": "tool_calls"}, "tool_calls"),
         ({"token_ids": [5, 6]}, "none of the stop tokens"),
         ({"token_ids": [5, 6], "stop_reason": "w9"}, "none of the stop tokens"),
     ],
 )
-def test_an_answer_that_is_not_what_was_asked_for_is_never_trained_on(
-    change: dict[str, Any], said: str
-) -> None:
+def test_an_answer_that_is_not_what_was_asked_for_is_never_trained_on(change, said) -> None:
     def read(*choices: dict[str, Any]) -> Any:
         asked = SampleQuery(GenerationRequest((3, 4), 0), PLAIN, STOP, "1")
         return read_completion(json.dumps({"choices": choices}).encode(), asked)

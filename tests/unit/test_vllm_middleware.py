@@ -1,7 +1,5 @@
 """The middleware of rollout servers, in an application like vLLM's: FastAPI, mounts, sockets."""
 
-from __future__ import annotations
-
 import pytest
 from fastapi import FastAPI, WebSocket
 from starlette.testclient import TestClient

@@ -1,7 +1,5 @@
 """Turns of conversations over HTTP sample what single requests sample."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +82,7 @@ def test_turns_of_a_lost_server_are_sampled_by_another(folder: Path) -> None:
     assert fleet.revived[0][0] == 0
 
 
-def test_an_error_of_the_desk_or_the_progress_callback_ends_the_call_and_frees_the_fleet(
-    folder: Path,
-) -> None:
+def test_an_error_of_a_callback_ends_the_call_and_frees_the_fleet(folder: Path) -> None:
     class Full(Script):
         def finished(self, request: TurnRequest, completion: Completion) -> None:
             raise RuntimeError("no more")

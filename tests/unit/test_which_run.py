@@ -1,7 +1,5 @@
 """The newest run, where no run is named: the last call that has made something of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

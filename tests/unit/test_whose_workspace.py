@@ -3,8 +3,6 @@
 Strangers and colleagues are other users of this machine (``tests/support/users.py``).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -23,6 +21,7 @@ from infra.store.provenance import require_snapshot, snapshot_code
 from infra.store.workspace import SHARED, Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import AttemptOutcome
+from tests.support.command import ROOT, finished
 from tests.support.plans import claim, fake_router, orchestrator_on, run_record, small_plan
 from tests.support.users import COLLEAGUE, STRANGER, run_as
 
@@ -118,13 +117,8 @@ def test_reading_runs_no_program_of_other_users(common: Path, package: str) -> N
         (0o777, True, True),
     ],
 )
-def test_a_folder_that_others_may_write_to_is_refused_unless_it_is_shared(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    inside: str,
-    mode: int,
-    declared: bool,
-    refused: bool,
+def test_a_writable_folder_is_refused(
+    tmp_path, monkeypatch, inside, mode, declared, refused
 ) -> None:
     Workspace.open(tmp_path / "ws")
     (tmp_path / "ws" / inside).chmod(mode)
@@ -218,23 +212,14 @@ def test_a_job_whose_code_is_gone_runs_no_other(tmp_path: Path) -> None:
     plan = small_plan("data")
     stage = claim(workspace, plan, "data")
     settings = job_settings(1, workspace.layout.code / "0123456789abcdef")
-    installed = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "flows.worker"),
-            *("--workspace", str(workspace.root), stage.id, "1"),
-        ],
-        env={**os.environ, **settings, "PYTHONPATH": f"{settings['PYTHONPATH']}:{installed}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    settings["PYTHONPATH"] += f":{ROOT}"
+    worker = [sys.executable, "-P", "-m", "flows.worker", "--workspace", str(workspace.root)]
+    done = finished([*worker, stage.id, "1"], env={**os.environ, **settings})
     attempt = workspace.read_attempt(stage.id, 1)
     assert attempt.outcome, done.stderr
     assert "is gone" in attempt.outcome.message
     assert attempt.outcome.decision == "stop"
-    assert done.returncode == WorkspaceError("").exit_code
+    assert done.code == WorkspaceError("").exit_code
 
 
 def test_a_run_needs_the_code_that_it_began_with(tmp_path: Path) -> None:
@@ -275,14 +260,3 @@ def test_two_users_can_share(common: Path, package: str, monkeypatch: pytest.Mon
     code = run_as(STRANGER, begin, str(common / "ws"), groups=(GROUP,), umask=0o002)
     told = run_as(COLLEAGUE, go_on, str(common / "ws"), groups=(GROUP,), umask=0o002)
     assert told == ["gone", "open", code]
-
-
-def test_code_is_read_only(tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SHARED, str(tmp_path))
-    before = os.umask(0)
-    try:
-        code = snapshot_code(Workspace.open(tmp_path / "ws"), [package])
-        for path in (code, *code.rglob("*")):
-            assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644)
-    finally:
-        os.umask(before)
