@@ -104,12 +104,10 @@ if TYPE_CHECKING:
     from flows.proving.proof_plan import plan_resume_proofs
     from flows.proving.runs import prove_resume
     from flows.publishing.by_hand import begin_publication, plan_publication, publish_checkpoints
-    from flows.removing import Removal, prune_runs, remove_runs
     from flows.reporting.run.report import report_of_run, report_run
     from flows.reporting.writing import make_sweep_report, report_sweep
     from flows.rescoring.rescore import RescoreResult, rescore
     from flows.rescoring.rescore_plan import plan_rescoring
-    from flows.run_table import RunRow, label_run, list_rows
     from flows.running.background import detach_run
     from flows.running.calls import (
         RunOutcome,
@@ -126,6 +124,8 @@ if TYPE_CHECKING:
     from flows.running.foreground import LaunchOptions
     from flows.running.logs import find_log, follow_log, read_log
     from flows.running.status import KnownRun, list_runs, status_of_run, watch_run
+    from flows.runs.removing import Removal, prune_runs, remove_runs
+    from flows.runs.run_table import RunRow, label_run, list_rows
     from flows.serving import deploy, serve
     from flows.starting.completion import Candidate, candidates
     from flows.starting.fields import ExplainedFields, explain_fields

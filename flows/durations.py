@@ -42,7 +42,7 @@ from refiner_core.rubrics import load_rubric_set
 from sweeps.forecast import samples_per_prompt
 
 
-class Gpu(NamedTuple):
+class GpuRates(NamedTuple):
     """Dense bfloat16 operations per second without sparsity, and bytes per second of the memory, by
     the maker's data sheet."""
 
@@ -51,14 +51,14 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "A100": Gpu(312e12, 2.0e12),
-    "H100 PCIe": Gpu(756e12, 2.0e12),
-    "H100": Gpu(989e12, 3.35e12),
-    "H200": Gpu(989e12, 4.8e12),
-    "B200": Gpu(2250e12, 8.0e12),
-    "L40S": Gpu(362e12, 0.86e12),
-    "A10": Gpu(125e12, 0.6e12),
-    "RTX 4090": Gpu(165e12, 1.0e12),
+    "A100": GpuRates(312e12, 2.0e12),
+    "H100 PCIe": GpuRates(756e12, 2.0e12),
+    "H100": GpuRates(989e12, 3.35e12),
+    "H200": GpuRates(989e12, 4.8e12),
+    "B200": GpuRates(2250e12, 8.0e12),
+    "L40S": GpuRates(362e12, 0.86e12),
+    "A10": GpuRates(125e12, 0.6e12),
+    "RTX 4090": GpuRates(165e12, 1.0e12),
 }
 
 
@@ -163,7 +163,7 @@ class Hardware:
     certificate of such a machine."""
 
     name: str
-    gpu: Gpu | None
+    gpu: GpuRates | None
     certificate: Certificate | None
 
     def measured(self, check: str, parameters: int) -> float | None:
@@ -270,7 +270,7 @@ class _Stage:
         file = (self.report.get("files") or {}).get(f"{name}.parquet") or {}
         return int(file["rows"]) if "rows" in file else None
 
-    def require_gpu(self) -> Gpu:
+    def require_gpu(self) -> GpuRates:
         """Figures of the stage's GPU, without which there is no forecast."""
         if self.hardware.gpu is None:
             what = "of CPUs" if self.hardware.name == "CPU" else f"of {self.hardware.name}"

@@ -21,8 +21,8 @@ from flows.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from flows.removing import Removal
-    from flows.run_table import RunRow
+    from flows.runs.removing import Removal
+    from flows.runs.run_table import RunRow
 
 
 @click.command("runs")
@@ -51,7 +51,7 @@ def runs_command(
     FILTER compares columns (state, recipe, note, tags, gpu_hours, started …), metrics and
     configuration fields with numbers or quoted texts, joined by and, or, not.
     """
-    from flows.run_table import check_names, list_rows, main_metric, sorted_rows
+    from flows.runs.run_table import check_names, list_rows, main_metric, sorted_rows
 
     folder, rest = split_workspace(words)
     if rest:
@@ -65,7 +65,7 @@ def runs_command(
 
 
 def _show_rows(rows: Sequence[RunRow], metric: str, limit: int, folder: str, as_json: bool) -> None:
-    from flows.run_table import changes_of
+    from flows.runs.run_table import changes_of
     from refiner_core.report.printing import measured, moment
 
     changes, where = changes_of(rows), f"workspace={folder}"
@@ -130,7 +130,7 @@ def tag_command(
 
     W&B and Prefect show those that a run begins with: tracking.notes and tracking.tags.
     """
-    from flows.run_table import label_run
+    from flows.runs.run_table import label_run
 
     folder, tags = split_workspace(words)
     label = label_run(run, folder, tags=tags, note=note, remove=remove)
@@ -159,7 +159,7 @@ def rm_command(
     Stages that another run or sweep has stay. A run that is running, pinned, or published without
     verification stays as a whole.
     """
-    from flows.removing import remove_runs
+    from flows.runs.removing import remove_runs
 
     folder, names = split_workspace(words)
     if not names:
@@ -191,7 +191,7 @@ def prune_command(
     as_json: bool,
 ) -> None:
     """Remove old runs, but the best ones, those tagged `keep`, and trials of sweeps."""
-    from flows.removing import prune_runs
+    from flows.runs.removing import prune_runs
 
     folder, rest = split_workspace(words)
     if rest:

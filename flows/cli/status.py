@@ -169,7 +169,7 @@ def _progress(stage: StageStatus) -> str:
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     """Lines below the table: orchestrator, free space, errors, next commands."""
     from flows.notifying.sender import unsent_lines
-    from flows.run_table import label_of
+    from flows.runs.run_table import label_of
 
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
     note, tags = label_of(workspace, status.run, tracking)

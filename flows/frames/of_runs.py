@@ -26,8 +26,8 @@ from flows.frames.columns import (
     typed,
     typed_arrow,
 )
-from flows.run_table import COLUMNS, list_rows
 from flows.running.status import RunWatcher, stage_names
+from flows.runs.run_table import COLUMNS, list_rows
 from flows.stored import attempts_of, newest_rollouts, results_of, the_stage
 from infra.orchestrator.timeline import run_incidents
 from infra.store.sweep_records import read_sweep

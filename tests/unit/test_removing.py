@@ -13,7 +13,7 @@ import pytest
 
 from flows import api
 from flows.cli.main import main
-from flows.run_table import list_rows
+from flows.runs.run_table import list_rows
 from infra.disk import removal
 from infra.host.processes import ProcessId
 from infra.store import atomic

@@ -12,7 +12,7 @@ import pytest
 
 from flows import api
 from flows.cli.main import main
-from flows.run_table import changes_of, list_rows, sorted_rows
+from flows.runs.run_table import changes_of, list_rows, sorted_rows
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from tests.bench.many_runs import write_runs

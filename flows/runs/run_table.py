@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flows.run_filter import RunFilter
 from flows.running.status import RunWatcher, has_started, required_run
+from flows.runs.run_filter import RunFilter
 from flows.stored import results_of
 from flows.sweeping.budget import UsageReader
 from infra.host.files import names_in
@@ -130,7 +130,7 @@ def list_rows(
     workspace
         The folder that has their records; it need not exist.
     every
-        Also runs that are hidden by default (:mod:`flows.run_table`).
+        Also runs that are hidden by default (:mod:`flows.runs.run_table`).
     where
         A filter such as ``grpo.beta < 0.01 and oracle > 0.8``.
     progress

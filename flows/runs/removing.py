@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from flows.run_table import RunRow, list_rows, sorted_rows
 from flows.running.status import required_run
+from flows.runs.run_table import RunRow, list_rows, sorted_rows
 from flows.sweeping.budget import ResourceUsage, UsageReader
 from flows.sweeping.status import sweep_named
 from infra.disk.removal import RemovalPlan, finish_removals, plan_removal, remove
@@ -99,7 +99,7 @@ def prune_runs(
     keep_best, metric
         Keep this many with the largest value of a metric, among all runs.
     where
-        Only runs that match a filter (:mod:`flows.run_filter`).
+        Only runs that match a filter (:mod:`flows.runs.run_filter`).
     dry_run
         Only plan it. Set to False to remove.
 

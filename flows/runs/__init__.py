@@ -1,0 +1,2 @@
+"""Runs of a workspace, all together: ``run_table`` lists them, ``run_filter`` chooses among them,
+``removing`` deletes them."""
