@@ -22,11 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import StageFailed
-from refiner_core.generation.load import load_model as load_bare_model
+from refiner_core.generation.load import load_model
 from refiner_core.training.batches import Sample, collate, pack_samples, share_packs
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.model import loading
 from refiner_core.training.ranks import Ranks, TorchRanks
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.sft import train_sft
@@ -231,8 +230,9 @@ class Cases:
 
     def loads(self) -> None:
         """How often each rank reads the whole model under ZeRO-3: to train it, and as reference."""
-        read, load = list[int](), load_bare_model
-        with mock.patch.object(loading, "load_bare_model", lambda *a: read.append(1) or load(*a)):
+        read = list[int]()
+        where = "refiner_core.training.model.loading.load_bare_model"
+        with mock.patch(where, lambda *a: read.append(1) or load_model(*a)):
             self.open(config_of(3, "float32")).reference(str(self.root / "tied"))
         self.found["loads"] = self.ranks.gather(len(read))
 
