@@ -45,7 +45,7 @@ def test_rank_and_class_are_named_in_time(
         stacks = found.stacks
         assert f"=== rank {fault.rank}" in stacks
         assert f"_{fault.kind}" in stacks, "the function that the lagging rank is in"
-        assert f"_{fault.kind} (hanging_rank.py" in found.outcome.message  # type: ignore[union-attr]
+        assert f"_{fault.kind} (hanging_rank.py" in found.outcome.message
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ class _Rank:
         self.told: dict[str, Any] = json.loads((root / "behaviour.json").read_text())
         self.fault: dict[str, Any] = self.told.get("fault") or {}
         remote = RemoteIO.from_environment() if ranks.rank == 0 else None
-        self.remote, self.io = remote, RanksIO(remote, ranks)  # type: ignore[arg-type]
+        self.remote, self.io = remote, RanksIO(remote, ranks)
         self.step = 0
 
     def train(self) -> None:

@@ -64,7 +64,7 @@ class FaultVerdict:
         """Tell whether rank and class are right."""
         found = self.outcome
         right = found is not None and found.failure in CLASSES[self.fault.kind].split(" or ")
-        return right and found.rank == self.fault.rank  # type: ignore[union-attr]
+        return right and found.rank == self.fault.rank
 
     @property
     def in_time(self) -> bool:
