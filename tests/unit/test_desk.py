@@ -17,7 +17,8 @@ from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, vocabulary
 from refiner_core.environments.desk.episode import DeskEpisode
-from refiner_core.environments.desk.tasks import own_tasks
+from refiner_core.environments.desk.tasks import DOMAINS, own_tasks
+from refiner_core.environments.desk.user import PATIENCE
 from refiner_core.environments.protocol import FAILURES, HasExpert, Outcome, Step, Task, ToolCall
 
 #: SHA-256 over every task with its right and flawed episodes. Where this test fails, episodes have
@@ -108,6 +109,33 @@ def test_texts_rules_and_outcomes_are_those_of_the_version(experts: Experts) -> 
     assert PINNED.get(VERSION) == digest.hexdigest(), "raise VERSION; see PINNED"
 
 
+def test_all_words_are_in_the_vocabulary(experts: Experts) -> None:
+    texts = [
+        *vocabulary.CLARIFY,
+        *vocabulary.THANKS,
+        *vocabulary.OKAY,
+        *vocabulary.YES,
+        *vocabulary.NO,
+        *vocabulary.ANYWAY,
+    ]
+    texts += [vocabulary.LEAVE, vocabulary.UNKNOWN, vocabulary.ONE_STEP]
+    for domain in DESK.domains():
+        texts.append(DESK.policy(domain))
+        texts += [json.dumps(tool.as_json()) for tool in DESK.tools(domain)]
+    for task in ALL:
+        texts += [m.content for seed in range(2) for m in DESK.episode(task).reset(seed)]
+    for calls, _, steps in experts.values():
+        texts += [json.dumps(call.as_json()) for call in calls]
+        texts += [m.content for step in steps for m in step.messages]
+    drawn = {*world.VALUE_HEADS, *world.VALUE_TAILS}
+    spoken = re.sub(r"S_[a-z]\d[A-Z]\d|\b[A-Z][a-z]{5}\b", " ", " ".join(texts))
+    used = set(re.findall(r"[A-Za-z]+", spoken)) - drawn
+    assert used <= set(vocabulary.WORDS)
+    between = set(re.sub(r"[A-Za-z0-9\s]", "", spoken))
+    assert between <= set("".join(vocabulary.PIECES)) | {"_", "."}
+    assert len(vocabulary.VOCABULARY) == len(set(vocabulary.VOCABULARY))
+
+
 def entities(task: Task) -> set[str]:
     """Names, ids, rooms and items of a task."""
     text = json.dumps(task.data)
@@ -186,10 +214,61 @@ def test_a_user_who_insists_has_to_be_answered_again() -> None:
     assert played(task, [*begun, first, second, end])[0].outcome().success
 
 
+def test_endless_chatter_ends_with_the_user_leaving() -> None:
+    for task in (of_family(d, next(iter(DOMAINS[d].families))) for d in DESK.domains()):
+        episode, steps = played(task, [say("hello")] * 50)
+        assert len(steps) == PATIENCE
+        assert steps[-1].messages[0].content == vocabulary.LEAVE
+        outcome = episode.outcome()
+        assert (outcome.reward, outcome.failure) == (0.0, "incomplete")
+        assert outcome.info["ended"] == "user_left"
+
+
 # Devices: what only the user can do -------------------------------------------------------------
 
 
+def test_only_words_reach_a_device_and_a_locked_one_is_unlocked_before_a_restart_helps() -> None:
+    tools = {tool.name for tool in DESK.tools("devices")}
+    assert not tools & {"plug", "cable", "restart", "wireless"}
+    task = of_family("devices", "locked")
+    ask, look_up, ask_code, unlock, restart, _ = solution(task)
+    _, steps = played(task, [ask, look_up, restart, ask_code, unlock, restart])
+    assert "red" in steps[2].messages[0].content
+    assert "green" in steps[5].messages[0].content
+
+
 # Rules ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("domain", "family", "count", "told"),
+    [
+        ("bookings", "not_owner", 2, "the name is wrong"),
+        ("bookings", "cancel_fee", 2, "tell the fee and ask first"),
+        ("bookings", "cancel_fixed", 2, "it is fixed"),
+        ("bookings", "reserve_other_day", 2, "ask for the day first"),
+        ("orders", "not_owner", 2, "the name is wrong"),
+        ("orders", "refund", 2, "tell the refund and ask first"),
+        ("orders", "refund_sent", 2, "it is sent"),
+        ("orders", "exchange_none", 4, "there is none"),
+        ("devices", "broken", 2, "ask to restart first"),
+        ("devices", "blocked", 2, "it is blocked"),
+    ],
+)
+def test_a_tempting_call_breaks_a_rule_changes_nothing_and_fails_the_episode(
+    domain: str, family: str, count: int, told: str
+) -> None:
+    task = of_family(domain, family)
+    calls = solution(task)
+    calls.insert(count, ToolCall(*task.data["tempting"]))
+    episode, steps = played(task, calls)
+    assert steps[count].tool_error == "rule_broken"
+    assert json.loads(steps[count].messages[0].content) == {"error": f"not allowed, {told}"}
+    outcome = episode.outcome()
+    assert all(check.passed for check in outcome.checks), "the tool did not do it"
+    assert (outcome.reward, outcome.failure) == (0.0, "rule_broken")
+    assert outcome.components["rules"] == 0.0
+    assert outcome.info["rules_broken"] == [f"not allowed, {told}"]
 
 
 # What it is worth -------------------------------------------------------------------------------
@@ -225,6 +304,21 @@ def test_progress_grows_call_by_call_and_is_worth_nothing_without_an_end() -> No
     assert (outcome.reward, outcome.failure) == (0.0, "limit")
 
 
+def test_neither_trying_nor_saying_everything_is_a_solution() -> None:
+    task = of_family("devices", "restart")
+    ask, look_up, restart, end = solution(task)
+    tried = [ask, look_up, say("please plug the cable."), restart, end]
+    outcome = played(task, tried)[0].outcome()
+    assert outcome.reward == 0.0
+    assert [c.name for c in outcome.checks if not c.passed] == ["device"]
+    task = of_family("orders", "look_up_state")
+    calls = solution(task)
+    shotgun = say("your order is open sent arrived.")
+    outcome = played(task, [*calls[:2], shotgun, calls[-1]])[0].outcome()
+    assert not outcome.success
+    assert outcome.components["communicate"] == 0.0
+
+
 FINISH = ToolCall("finish", {})
 GIVE_UP = ToolCall("hand_over", {"reason": "problem"})
 UNKNOWN_TOOL = ToolCall("delete_all", {})
@@ -252,6 +346,16 @@ def test_failures_have_classes(failure: str, calls: Any) -> None:
     assert failure in FAILURES
 
 
+def test_a_call_of_the_right_tool_about_the_wrong_record_is_a_wrong_argument() -> None:
+    task = of_family("bookings", "cancel_free")
+    ask, look_up, cancel, tell, end = solution(task)
+    other = next(k for k in task.data["state"]["bookings"] if k != look_up.arguments["booking"])
+    astray = ToolCall("get_booking", {"booking": other})
+    assert played(task, [ask, astray, end])[0].outcome().failure == "wrong_argument"
+    # where the right one follows, nothing was wrong
+    assert played(task, [ask, astray, look_up, cancel, tell, end])[0].outcome().success
+
+
 # Whatever a model may call ----------------------------------------------------------------------
 
 
@@ -260,14 +364,18 @@ def test_failures_have_classes(failure: str, calls: Any) -> None:
     [
         ("no_such_tool", {}, "wrong_tool"),
         ("x" * 60_000, {}, "wrong_tool"),
+        ("Cancel", {"booking": "S_k3F7"}, "wrong_tool"),
         ("unlock", {"device": "S_k3F7", "code": "S_k3F7"}, "wrong_tool"),  # another domain's
         ("cancel", {}, "wrong_argument"),
+        ("cancel", {"booking": None}, "wrong_argument"),
         ("cancel", {"booking": ["S_k3F7"]}, "wrong_argument"),
         ("cancel", {"booking": "S_k3F7", "really": True}, "wrong_argument"),
+        ("cancel", {"booking": "x" * 60_000}, "wrong_argument"),
         ("cancel", {"booking": "S_k3F7", "y" * 60_000: "x"}, "wrong_argument"),
         ("reserve", {"room": "x", "day": "someday"}, "wrong_argument"),
         ("respond", {"content": ["a"]}, "wrong_argument"),
         ("finish", {"reason": "done"}, "wrong_argument"),
+        ("hand_over", {}, "wrong_argument"),
         ("cancel", ["S_k3F7"], "wrong_argument"),
     ],
 )
