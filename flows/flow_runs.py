@@ -361,7 +361,7 @@ class _FlowRun:
 
     def _until_over(self) -> str:
         """Follow until the end. Returns the reason if the call recorded no end, else empty."""
-        gone_since, unread = None, ""
+        gone_since, over_since, unread = None, None, ""
         while True:
             try:
                 views = self._follower.look()
@@ -375,7 +375,11 @@ class _FlowRun:
                 continue
             self._views = views
             self._show(views)
-            if views and all(view.terminal for view in views.values()):
+            # An orchestrator that has just taken the call over has written nothing yet: until it
+            # does, the stages stand as the one before has left them.
+            over = bool(views) and all(view.terminal for view in views.values())
+            over_since = (over_since or time.monotonic()) if over else None
+            if over_since and (not who.works or time.monotonic() - over_since > LAST_LINE_S):
                 return ""
             if who.works:
                 gone_since = None

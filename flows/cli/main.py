@@ -70,6 +70,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "tag": ("runs", "Give a run tags and a note."),
         "rm": ("runs", "Remove runs and sweeps."),
         "prune": ("runs", "Remove old runs, but the best."),
+        "bundle": ("runs", "Write a run to one file."),
+        "unbundle": ("runs", "Put the run of a bundle into a workspace."),
         "disk": ("machine", "Show disk usage; pin and reclaim."),
         "certify": ("machine", "Test what a node can do: kernels, ranks, speed, memory."),
         "prove-resume": ("machine", "Prove that training resumes exactly."),

@@ -1,4 +1,5 @@
-"""`refiner runs`, `tag`, `rm` and `prune`: find runs, mark them, remove them."""
+"""`refiner runs`, `tag`, `rm`, `prune`, `bundle` and `unbundle`: find runs, mark them, remove them,
+take them along."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import click
 from flows.cli.options import (
     argument,
     ask_leave,
+    at_most_one,
     command_line,
     json_option,
     misuse,
@@ -247,3 +249,50 @@ def _removal_lines(removal: Removal) -> Iterator[str]:
     yield from (f"  stays: stage {i}, which {run} has too" for i, run in plan.shared.items())
     yield from (f"  stays: {name}, {reason}" for name, reason in plan.refused.items())
     yield from (f"  stays: {name}, {reason}" for name, reason in removal.kept.items())
+
+
+@click.command("bundle")
+@argument("words", nargs=-1, metavar="[RUN] [workspace=DIR]")
+@click.option("--out", metavar="FILE", help="the new file (default: RUN.tar.gz here)")
+@click.option("--weights", is_flag=True, help="include exported weights")
+@click.option("--rollouts", is_flag=True, help="include the rollouts of training")
+@json_option
+def bundle_command(
+    words: tuple[str, ...], out: str | None, weights: bool, rollouts: bool, as_json: bool
+) -> None:
+    """Write RUN (default: the newest) to one file, for a colleague.
+
+    It has records, metrics, logs, prepared rows, evaluated samples, reports and cards; no code, no
+    checkpoints.
+    """
+    from flows.runs.bundling import bundle_run
+    from refiner_core.contract.records import picked
+    from refiner_core.report.printing import size
+
+    folder, names = split_workspace(words)
+    run = at_most_one(names, "run", " for the newest")
+    made = bundle_run(run, folder, out=out, weights=weights, rollouts=rollouts)
+    value = {"version": 1, "file": str(made.file)}
+    value |= picked(made, "run", "files", "bytes", "weights")
+    line = f"{made.file}: {made.run}, {made.files} files, {size(made.bytes)} unpacked"
+    following = [command_line("unbundle", str(made.file), "workspace=DIR")]
+    show(as_json, lambda: value, lambda: [line], following)
+
+
+@click.command("unbundle")
+@argument("words", nargs=-1, required=True, metavar="FILE [workspace=DIR]")
+@json_option
+def unbundle_command(words: tuple[str, ...], as_json: bool) -> None:
+    """Put the run of a bundle into a workspace; every file is checked by its hash."""
+    from flows.runs.bundling import unbundle
+    from refiner_core.contract.records import picked
+
+    folder, names = split_workspace(words)
+    file = at_most_one(names, "file")
+    if file is None:
+        raise misuse("It was given no file.")
+    found = unbundle(file, folder)
+    value = {"version": 1, **picked(found, "run", "stages", "kept")}
+    line = f"{found.run}: {len(found.stages)} stages, {len(found.kept)} were here already"
+    following = [command_line("report", found.run, f"workspace={folder}")]
+    show(as_json, lambda: value, lambda: [line], following)

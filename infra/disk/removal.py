@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,15 +122,21 @@ def remove(workspace: Workspace, plan: RemovalPlan) -> None:
         A folder cannot be moved or deleted; the rest is done by the next removal.
     """
     name = secrets.token_hex(4)
-    intent: dict[str, object] = {"version": 1, "at": now_text(), "runs": list(plan.runs)}
-    intent["process"] = str(ProcessId.of())
-    intent |= {"sweeps": list(plan.sweeps), "stages": list(plan.stages)}
+    intent = intent_of(plan.runs, plan.sweeps, plan.stages)
     try:
         workspace.replace(workspace.layout.trash / name / INTENT, intent, "recording a removal")
     except NoSpaceError:
         _remove_in_place(workspace, plan)
         return
     _finish(workspace, name)
+
+
+def intent_of(
+    runs: Sequence[str], sweeps: Sequence[str], stages: Sequence[str]
+) -> dict[str, object]:
+    """The record of a removal by this process."""
+    value = {"runs": list(runs), "sweeps": list(sweeps), "stages": list(stages)}
+    return {"version": 1, "at": now_text(), "process": str(ProcessId.of()), **value}
 
 
 def finish_removals(workspace: Workspace, *, elsewhere: bool = False) -> None:

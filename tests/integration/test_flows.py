@@ -134,7 +134,7 @@ def test_a_suspended_flow_run_begins_no_stage_until_resumed(served: Served, tmp_
     served.prefect.post(f"/flow_runs/{flow_run}/resume")
     eventually(lambda: list(tmp_path.glob("stages/publish-*/result.json")), 240)
     eventually(lambda: not training.orchestrator.works, 60)
-    served.ends(flow_run, 60)
+    assert served.ends(flow_run, 60)["type"] == "COMPLETED"
     assert len(Stage(tmp_path, "command").attempts) == 1
 
 
