@@ -71,6 +71,8 @@ TRIALS = (
     Trial("(CUDA_VISIBLE_DEVICES=.* )?refiner run .*", planned=True),
     Trial("refiner why .*", words=(("8.633", "{number}"),)),
     Trial("refiner diff A B", words=(("A B", "{first} {second}"),)),
+    Trial("refiner (tag|rm|bundle) RUN.*", words=(("RUN", "{first}"),)),
+    Trial("refiner unbundle .*", words=(("RUN", "{first}"), ("DIR", "unbundled"))),
     Trial("refiner disk pin .*", words=(("grpo-0123456789ab", "{grpo}"),)),
     Trial("refiner publish RUN .*", words=(("RUN --step 50", "{first} --step 5"),), small=True),
     Trial("refiner (cancel|resume)", codes=(0, 2)),  # nothing is left to end or to go on with
