@@ -32,6 +32,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "plan": ("plan", "Show what a recipe would do, without changes."),
         "run": ("run", "Run a recipe; finished stages are skipped."),
         "runs": ("runs", "List and filter runs."),
+        "ui": ("runs", "Show all runs in a browser."),
         "status": ("status", "Show the state of a run or sweep."),
         "logs": ("run", "Print or follow the log of a stage."),
         "cancel": ("run", "Cancel a run, or some of its stages."),

@@ -1,8 +1,9 @@
-"""`refiner runs`, `tag`, `rm`, `prune`, `bundle` and `unbundle`: find runs, mark them, remove them,
-take them along."""
+"""`refiner runs`, `tag`, `rm`, `prune`, `bundle`, `unbundle` and `ui`: find runs, mark them, remove
+them, take them along, see them all."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from flows.cli.options import (
     command_line,
     json_option,
     misuse,
+    output_folder,
     print_line,
     progress,
     show,
@@ -296,3 +298,60 @@ def unbundle_command(words: tuple[str, ...], as_json: bool) -> None:
     line = f"{found.run}: {len(found.stages)} stages, {len(found.kept)} were here already"
     following = [command_line("report", found.run, f"workspace={folder}")]
     show(as_json, lambda: value, lambda: [line], following)
+
+
+@click.command("ui")
+@argument("words", nargs=-1, metavar="[workspace=DIR]")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="port (default: a free one)")
+@click.option("--out", metavar="DIR", help="write the page to DIR/index.html instead")
+def ui_command(words: tuple[str, ...], port: int, out: str | None) -> None:
+    """Show all runs of a workspace in a browser: filters, order, curves, reports.
+
+    The page only reads; Prefect launches and cancels. It is served on loopback until Ctrl-C, and
+    its address has a key.
+    """
+    import secrets
+
+    from flows.runs.ui import app, write_page
+
+    folder, rest = split_workspace(words)
+    if rest:
+        raise misuse(f"It was given {' '.join(rest)}. It takes workspace=DIR.")
+    if out is not None:
+        click.echo(write_page(folder, output_folder(out)))
+        return
+    import uvicorn
+
+    key = secrets.token_urlsafe(24)
+    socket = _listening(port)
+    print_line("Ctrl-C ends it.")
+    click.echo(f"http://127.0.0.1:{socket.getsockname()[1]}/?key={key}")
+    served = uvicorn.Config(app(folder, key), log_level="warning", access_log=False)
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(served).run([socket])
+
+
+def _listening(port: int) -> Any:
+    """A socket of loopback.
+
+    Raises
+    ------
+    ConfigurationError
+        The port is taken.
+    """
+    import socket
+
+    from refiner_core.contract.errors import ConfigurationError
+
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(("127.0.0.1", port))
+    except OSError as error:
+        raise ConfigurationError(
+            f"Port {port} cannot be used: {error.strerror}.",
+            expected="a free port of this machine",
+            fix="leave --port out, or name another one",
+        ) from error
+    found.listen()
+    return found

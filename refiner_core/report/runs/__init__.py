@@ -1,0 +1,1 @@
+"""Page over all runs of a workspace: a table, a selection's curves, sweeps and nights."""
