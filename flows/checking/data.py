@@ -120,7 +120,16 @@ def example_rows(which: Which, count: int = 2) -> list[dict[str, Any]]:
     -------
     list of dict
         The rows, without the generator's own columns.
+
+    Raises
+    ------
+    ConfigurationError
+        ``count`` is below 1.
     """
+    if count < 1:
+        raise ConfigurationError(
+            f"{count} rows cannot be made.", expected="at least 1", fix="name another number"
+        )
     from refiner_core.data.synthetic import generate_rows
 
     wanted = ("conversations", "rubrics", "metadata")
