@@ -25,6 +25,20 @@ from refiner_core.contract.records import picked, to_json
 from refiner_core.report.printing import folded
 
 _LABEL = 10
+#: Fields that people change, in the order of a listing; the others of a section follow.
+OFTEN = (
+    *("data.sft_path", "data.rl_path", "data.rl_revision", "data.max_prompt_token_length"),
+    *("sft.learning_rate", "sft.num_train_epochs", "sft.max_train_steps", "sft.pack_length"),
+    *("sft.save_freq", "sft.resources.gpus", "grpo.num_training_steps", "grpo.learning_rate"),
+    *("grpo.beta", "grpo.num_unique_prompts_rollout", "grpo.num_samples_per_prompt_rollout"),
+    *("grpo.temperature", "grpo.response_length", "grpo.max_token_length", "grpo.async_steps"),
+    *("grpo.generation_backend", "grpo.deepspeed_stage", "grpo.save_freq", "grpo.resources.gpus"),
+    *("reward.rubric_source", "reward.static_rubrics", "reward.paper_citation_weight"),
+    *("judge.kind", "judge.model", "judge.base_url", "judge.max_tokens", "judge.concurrency"),
+    *("evaluate.models", "evaluate.num_samples", "evaluate.max_prompts", "evaluate.protocols"),
+    *("publish.target", "publish.repo_id", "publish.which", "dispatch.executor"),
+    *("dispatch.profile", "dispatch.max_parallel", "disk.limit_gb"),
+)
 _OR_NULL = " or null"
 
 
@@ -202,4 +216,5 @@ def explain_fields(
         paths = fields_about(search)
     else:
         paths = fields_called(field) if field else list(field_paths())
+        paths = sorted(paths, key=lambda path: OFTEN.index(path) if path in OFTEN else len(OFTEN))
     return ExplainedFields([facts_of(path) for path in paths], found)

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from flows.cli.main import main
-from flows.starting.fields import RecipeValues, field_json, field_lines
+from flows.starting.fields import (
+    OFTEN,
+    RecipeValues,
+    explain_fields,
+    field_json,
+    field_lines,
+)
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.field_facts import facts_of, field_paths, fields_below, fields_called
 from refiner_core.contract.fields import replace_fields
@@ -126,3 +132,11 @@ def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"section": "notify", "doc": "notifications"}.items() <= listed[-1].items()
     found = json.loads(shown(capsys, "--search", "KL coefficient", "--json"))["fields"]
     assert [f["field"] for f in found] == ["grpo.beta"]
+
+
+def test_a_section_opens_with_the_fields_that_people_change() -> None:
+    """Each of them exists, and none is lost."""
+    assert set(OFTEN) <= set(field_paths())
+    grpo = [facts.path for facts in explain_fields("grpo").fields]
+    assert grpo[:3] == ["grpo.num_training_steps", "grpo.learning_rate", "grpo.beta"]
+    assert sorted(grpo) == sorted(p for p in field_paths() if p.startswith("grpo."))
