@@ -216,5 +216,6 @@ def explain_fields(
         paths = fields_about(search)
     else:
         paths = fields_called(field) if field else list(field_paths())
+    if field:
         paths = sorted(paths, key=lambda path: OFTEN.index(path) if path in OFTEN else len(OFTEN))
     return ExplainedFields([facts_of(path) for path in paths], found)
