@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.running.status import find_run, stage_id_of
+from infra.disk.caches import COMPILE_CACHES
 from infra.disk.forecast import Forecast, ForecastInputs, forecast_disk, size_of_model
 from infra.disk.garbage_collection import Candidate, plan_reclaim
 from infra.disk.inventory import Inventory, RetainedCheckpoint, drop_idle
@@ -80,7 +81,7 @@ def disk_report(
     disk_manager = DiskManager(ws, disk_config(ws, overrides))
     stock = disk_manager.stock()
     runs = {run.run: tuple(run.stages.values()) for run in ws.runs()}
-    caches = find_caches(disk_manager.config.watch_caches)
+    caches = find_caches([*disk_manager.config.watch_caches, *COMPILE_CACHES])
     rows = by_run_and_kind([*stock.items, *caches], runs)
     users = Counter(stage_id for stages in runs.values() for stage_id in {*stages})
     own = [item for item in stock.items if item.kind != "caches"]

@@ -380,7 +380,7 @@ def grpo_flags(facts: CardFacts) -> list[str]:
 
     def known(path: str) -> bool:
         value = get_field(facts.config, path)
-        recorded = facts.recorded_fields is None or path in facts.recorded_fields
+        recorded = _is_told(facts, path)
         meant = not facts.config.environment.name or not path.startswith(_NOT_OF_AGENTS)
         return recorded and meant and value is not None
 
@@ -390,6 +390,20 @@ def grpo_flags(facts: CardFacts) -> list[str]:
     rest += [f"grpo.{path}" for path, info in walk(GrpoConfig) if info.mark == "identity"]
     lines += [[path] for path in rest if path not in used and flag_of(path) and known(path)]
     return [" ".join(map(flag, line)) for line in lines if line]
+
+
+#: Fields that a card names only if they differ from what all runs before them had, so that a card
+#: of an earlier run stays the same when it is made again.
+_ONLY_IF_CHANGED = ("sft.adam_beta2", "rft.adam_beta2", "grpo.adam_beta2")
+
+
+def _is_told(facts: CardFacts, path: str) -> bool:
+    """True if a card names a setting: the run knew it, and it says something."""
+    if path in _ONLY_IF_CHANGED:
+        before = dict(walk(RecipeConfig))[path].legacy_value
+        if get_field(facts.config, path) == before:
+            return False
+    return facts.recorded_fields is None or path in facts.recorded_fields
 
 
 def own_settings(facts: CardFacts, sections: tuple[str, ...]) -> list[str]:
@@ -402,7 +416,7 @@ def own_settings(facts: CardFacts, sections: tuple[str, ...]) -> list[str]:
             continue
         if checks and get_field(facts.config, path) == info.legacy_value:
             continue  # the same as in every run
-        if facts.recorded_fields is not None and path not in facts.recorded_fields:
+        if not _is_told(facts, path):
             continue
         if facts.stage == "grpo" and flag_of(path):
             continue

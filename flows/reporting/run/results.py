@@ -166,6 +166,8 @@ def _change(before: ModelEvaluation, after: ModelEvaluation, found: Mapping[str,
 _ALSO = (
     *("episodes/success", "episodes/partial", "episodes/turns"),
     *("policy/entropy_avg", "grad_norm", "learning_rate"),
+    *("quality/claims", "quality/cited_share", "quality/copied_share", "quality/outside_share"),
+    *("quality/repeated_share", "quality/saturated", "quality/unusable_judgements"),
 )
 #: Metrics of an external trainer, which has its own names.
 _MOST_FOREIGN = 12

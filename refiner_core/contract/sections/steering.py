@@ -156,10 +156,7 @@ class DiskConfig:
         None, doc="folder of the reservations, to share it between workspaces on one quota"
     )
     watch_caches: tuple[str, ...] = execution(
-        (
-            *("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"),
-            *("CUDA_CACHE_PATH", "WANDB_DIR"),
-        ),
+        ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "WANDB_DIR"),
         doc="environment variables (or paths) of caches that `refiner disk` shows; their own tools "
         "empty them (`hf cache prune`)",
     )

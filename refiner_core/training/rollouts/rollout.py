@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
+from refiner_core.rewards.course import course_of_quality
 
 Normalization = Literal["standard", "centered", "sample_std"]
 DropReason = Literal["zero_std", "too_few_scored"]
@@ -201,7 +202,12 @@ def rollout_rows(step: int, batch: RolloutBatch) -> list[dict[str, Any]]:
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Rewards, lengths and counts of a step. Means are over scored samples."""
-    return {**batch_metrics(batch), **_component_means(batch.results)}
+    quality = course_of_quality(
+        [sample.prompt.prompt_text for sample in batch.samples],
+        [sample.text for sample in batch.samples],
+        [result.judgements for result in batch.results],
+    )
+    return {**batch_metrics(batch), **_component_means(batch.results), **quality}
 
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
