@@ -303,10 +303,9 @@ def _rewards(
     places = [(n, i) for n, texts in answers.items() for i, t in enumerate(texts) if t is not None]
     items = [RewardInput(prompts[i], answers[name][i] or "", True) for name, i in places]
     workspace = Workspace.read_only(config.workspace)
-    # Judgements are stored where there is a workspace, and none is made for them.
-    judge = config.judge if workspace.layout.format_file.exists() else replace(
-        config.judge, cache_gb=0.0
-    )  # fmt: skip
+    judge = config.judge
+    if not workspace.layout.format_file.exists():  # then there is no store of judgements either
+        judge = replace(judge, cache_gb=0.0)
     asked, calls = _cost(replace(config, judge=judge), workspace, items)
     kinds = Counter(target.made_from for target in targets)
     honest = "; ".join(f"{kind} ({n})" for kind, n in kinds.most_common())
