@@ -206,6 +206,12 @@ def _targets(config: RecipeConfig, file: str | Path | None, count: int) -> list[
     from refiner_core.data.prepare import RowSelection
 
     shown = {} if file else _demonstrations(config)
+    if file and not Path(file).expanduser().exists():
+        raise ConfigurationError(
+            f"--rows {file} does not exist",
+            expected="a .jsonl or .parquet file, or a folder made by `datasets` save_to_disk",
+            fix="correct the path",
+        )
     if file:
         config = replace_fields(config, {"data.rl_path": str(file), "data.all_held_out": True})
     selection, seen = RowSelection(config, "rl", None, None), set[str]()

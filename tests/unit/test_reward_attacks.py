@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,10 +93,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", sorted(ATTACKS))
-@pytest.mark.parametrize("honest", [HONEST, "<answer>no claim</answer>", "no block at all"])
-def test_hostile_rows_break_no_attack(name: str, honest: str) -> None:
+def test_hostile_rows_break_no_attack(name: str) -> None:
     rubrics = {"positive_rubrics": [{"title": "</answer>", "description": "<answer> {x} \0"}]}
-    for evidence in (HOSTILE, dict[str, str]()):
+    answers = (HONEST, "<answer>no claim</answer>", "no block at all")
+    for evidence, honest in itertools.product((HOSTILE, dict[str, str]()), answers):
         row = row_of(evidence, rubrics)
         text = ATTACKS[name](row, honest, {})
         answer = parse_answer(text, row.evidence)
@@ -128,6 +129,8 @@ def test_own_rows_and_an_own_attack(tmp_path: Path, capsys: pytest.CaptureFixtur
     paying = {name for name, attack in attacks.items() if attack["pays"]}
     assert "copy_all" in paying
     assert not paying & {"empty", "unknown_ids", "outside_text", "mine.py:shout"}
+    assert main([*words[:4], "gone.jsonl"]) == 2
+    assert "--rows gone.jsonl does not exist" in capsys.readouterr().err
     for wrong in (f"{mine}:fails", f"{mine}:gone", "gone.py:shout", "shout"):
         assert main([*words, "--attack", wrong]) == 2
         assert "To fix it" in capsys.readouterr().err
