@@ -235,7 +235,8 @@ def _targets(config: RecipeConfig, file: str | Path | None, count: int) -> list[
         question_of = same_questions([row.question_names for row in rows])
         asked = [question_of[row.question_names[0]] for row in rows]
         held = choose_questions(asked, data.held_out_fraction, data.split_seed, "held_out")
-        rows = [row for row, question in zip(rows, asked, strict=True) if question in held]
+        if held:  # none of a single question
+            rows = [row for row, question in zip(rows, asked, strict=True) if question in held]
     if not rows:
         raise DataError(
             f"No row of {selection.source.path} can be answered",
@@ -280,8 +281,9 @@ def _target(config: RecipeConfig, row: DataRow, demonstration: str | None) -> _T
 
 def _stating(row: DataRow, evidence: Mapping[str, str]) -> list[str]:
     """For each fact of the row's truth, the first source that states it."""
-    facts = [fact.get("ids", ()) for fact in (row.truth or {}).get("facts", ())]
-    found = (next((i for i in ids if i in evidence), None) for ids in facts)
+    facts = (row.truth or {}).get("facts")  # a row of one's own may have any truth
+    known = [f for f in facts if isinstance(f, Mapping)] if isinstance(facts, list) else []
+    found = (next((i for i in evidence if i in fact.get("ids", ())), None) for fact in known)
     return list(dict.fromkeys(i for i in found if i is not None))
 
 

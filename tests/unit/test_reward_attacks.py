@@ -12,6 +12,7 @@ import pytest
 
 from flows import api
 from flows.cli.main import main
+from infra.store.workspace import Workspace
 from refiner_core.answers import parse_answer
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.types import JudgeRequest
@@ -139,12 +140,13 @@ def test_own_rows_and_an_own_attack(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_demonstration_is_the_honest_answer(tmp_path: Path) -> None:
     said: list[str] = []
-    rows = [four_facts(i, HONEST) for i in range(3)] + [four_facts(9, "<answer>"), four_facts(10)]
+    odd = {**four_facts(10), "truth": {"facts": 3}}
+    rows = [*(four_facts(i, HONEST) for i in range(3)), four_facts(9, "<answer>"), odd]
     file = rows_file(tmp_path / "rows.jsonl", rows)
     found = api.attack_reward("tiny", rows=file, tell=lambda text, _: said.append(text))
-    assert found["gold"]["n"] == 4, "a broken demonstration without truth has no best answer"
+    assert found["gold"]["n"] == 3, "a row without demonstration and truth has no best answer"
     assert "the demonstration (3)" in said[0]
-    assert "the nearest evidence (1); half of the row's facts (1)" in said[0]
+    assert "the nearest evidence (2)" in said[0]
 
 
 def test_real_rows_with_long_evidence() -> None:
@@ -177,6 +179,10 @@ def test_calls_that_cost_are_counted_and_confirmed(
         assert not judge.bodies
         assert main([*words, "--yes"]) == 0
         assert f" {len(judge.bodies)} calls" in capsys.readouterr().err
+        words[-1] = f"workspace={Workspace.open(tmp_path / 'runs').root}"
+        assert main([*words, "--yes"]) == 0
+        assert main(words) == 0, "a workspace keeps judgements: nothing is left to confirm"
+        assert ", 0 calls" in capsys.readouterr().err
 
 
 def test_agents_are_refused() -> None:
