@@ -32,6 +32,7 @@ _OURS = ("flows.", "infra.", "refiner_core.")
 
 if TYPE_CHECKING:
     from flows.adopting import adopt_run
+    from flows.attacking import attack_reward
     from flows.cards.inspection import check_card, show_card
     from flows.certify.node import certificate_json, certify_node
     from flows.checking.data import check_data, convert_data, example_rows

@@ -1,5 +1,5 @@
-"""`refiner judge` and `rescore`: ask and measure a judge, manage judge servers; score stored
-rollouts under other settings, before GPU time is spent.
+"""`refiner judge`, `reward` and `rescore`: ask and measure a judge, manage judge servers; attack a
+reward, and score stored rollouts under other settings, before GPU time is spent.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from flows.cli.options import (
     command_line,
     json_option,
     output_folder,
+    overrides_argument,
     print_line,
     print_next,
     progress,
+    recipe_argument,
     show,
     split_overrides,
     split_workspace,
@@ -223,6 +225,54 @@ def _stopped_lines(stopped: StoppedServers) -> Iterator[str]:
             yield f"No idle server is running. In use: {', '.join(stopped.busy)}."
         else:
             yield "No server is running."
+
+
+# ---------------------------------------------------------------- attacks
+
+
+@click.group("reward")
+def reward_command() -> None:
+    """Attack a reward before training."""
+
+
+@reward_command.command("attack")
+@recipe_argument
+@overrides_argument
+@click.option("--rows", metavar="FILE", help="rows of your own (default: the held-out questions)")
+@click.option("-n", "count", type=click.IntRange(min=2), default=32, show_default=True,
+              help="at most this many rows")  # fmt: skip
+@click.option("--attack", "own", multiple=True, metavar="FILE.py:function",
+              help="an attack of your own; repeatable")  # fmt: skip
+@click.option("--strict", is_flag=True, help="exit code 1 if an attack pays")
+@click.option("--yes", is_flag=True, help="do not confirm calls to a judge's server")
+@json_option
+def attack_command(
+    recipe: str,
+    overrides: tuple[str, ...],
+    own: tuple[str, ...],
+    strict: bool,
+    yes: bool,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Compare rewards of dishonest answers with those of honest ones.
+
+    Rows are answered honestly, at random and by each attack, and scored by RECIPE's own judge and
+    reward. An attack pays if it earns more than the honest answer, beyond the 95 % interval of the
+    paired difference.
+    """
+    from flows.attacking import attack_lines, attack_reward
+
+    def tell(text: str, calls: int) -> None:
+        print_line(text)
+        if calls and not yes:
+            why = f"This takes {calls} new judge calls, which need a confirmation."
+            ask_leave(f"Make {calls} calls?", why, "add --yes; or use fewer rows with -n 8")
+
+    asked = {**options, "own": own, "tell": tell, "progress": progress("answers judged")}
+    found = attack_reward(recipe, overrides, **asked)
+    show(as_json, lambda: found, lambda: ["", *attack_lines(found)])
+    return int(strict and any(attack["pays"] for attack in found["attacks"]))
 
 
 # ---------------------------------------------------------------- rescoring

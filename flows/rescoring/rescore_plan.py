@@ -38,7 +38,14 @@ from refiner_core.judge_report.material import is_batched
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.judges.calls import ChatCall, plan_calls
 from refiner_core.rescoring.compare import common_prompts
-from refiner_core.rescoring.rollouts import Metric, Question, judge_identity, questions_of, recorded
+from refiner_core.rescoring.rollouts import (
+    Metric,
+    Question,
+    items_of,
+    judge_identity,
+    questions_of,
+    recorded,
+)
 from refiner_core.rubrics import load_rubric_set
 
 OWN = "own"
@@ -298,7 +305,7 @@ class RescorePlan:
         """Questions, computed once for all settings that ask the same."""
         key = policy.name, _asks(config)
         if key not in self.questions:
-            self.questions[key] = questions_of(policy.rollouts, config.reward)
+            self.questions[key] = questions_of(items_of(policy.rollouts), config.reward)
         return self.questions[key]
 
     def baseline_of(self, policy: SampledPolicy) -> str:

@@ -1,4 +1,4 @@
-"""Atomic file replacement, and YAML files that people write.
+"""Atomic file replacement, and YAML and Python files that people write.
 
 In: a path. Out: an open file that replaces it, written beside it, synced, then renamed (for a
 stage's own output folder; ``infra`` handles control files, which several processes may write). Or
@@ -7,10 +7,14 @@ the content of a YAML file, or the reason with the line why it cannot be read.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from refiner_core.contract.errors import ConfigurationError
@@ -31,6 +35,35 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+
+
+def imported_file(file: Path, fix: str) -> ModuleType:
+    """The module of a Python file, cached per process and content.
+
+    Raises
+    ------
+    ConfigurationError
+        It cannot be imported.
+    """
+    content = hashlib.sha256(str(file).encode() + file.read_bytes()).hexdigest()
+    name = f"refiner_own_{content[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigurationError(
+            f"{file} cannot be imported: {type(error).__name__}: {error}",
+            expected="a Python file that imports what is installed beside refiner",
+            fix=fix,
+        ) from error
+    return module
 
 
 def read_yaml(source: Path | str, what: str, fix: str = "") -> Any:

@@ -7,14 +7,12 @@ Out: an :class:`~refiner_core.environments.protocol.Environment`, and a digest f
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.files import imported_file
 from refiner_core.contract.sections.environment import check_name
 from refiner_core.contract.types import Judge
 from refiner_core.environments.protocol import Environment
@@ -85,7 +83,7 @@ def environment_notes(config: RecipeConfig) -> list[str]:
     return [f"Its stages need it where they run: {missing}"] if missing else []
 
 
-_MODULE = "refiner_own_environment"
+_FIX = "correct it, or the environment section; see refiner_core/environments/README.md"
 #: Members of an environment used by the runner, the data stage and protocols.
 _NEEDED = (
     *("name", "version", "deterministic", "speak", "finish"),
@@ -104,7 +102,7 @@ def load_own(config: EnvironmentConfig, user: UserConfig) -> Environment:
     file, name = _file_of(config)
     what = f"{name} of {file}"
     try:
-        made: Any = getattr(_imported(file), name)(config, user)
+        made: Any = getattr(imported_file(file, _FIX), name)(config, user)
     except ConfigurationError:
         raise
     except Exception as error:
@@ -128,8 +126,7 @@ def load_own(config: EnvironmentConfig, user: UserConfig) -> Environment:
 
 
 def _wrong(what: str, expected: str) -> ConfigurationError:
-    fix = "correct it, or the environment section; see refiner_core/environments/README.md"
-    return ConfigurationError(what, expected=expected, fix=fix)
+    return ConfigurationError(what, expected=expected, fix=_FIX)
 
 
 def own_digest(config: EnvironmentConfig) -> str:
@@ -157,24 +154,3 @@ def _file_of(config: EnvironmentConfig) -> tuple[Path, str]:
             "recipe those of the recipe",
         )
     return file.resolve(), name
-
-
-def _imported(file: Path) -> ModuleType:
-    """The module of a file, cached per process and content."""
-    name = f"{_MODULE}_{hashlib.sha256(str(file).encode() + file.read_bytes()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise _wrong(
-            f"{file} cannot be imported: {type(error).__name__}: {error}",
-            "a Python file that imports what is installed beside refiner",
-        ) from error
-    return module

@@ -175,10 +175,8 @@ def items_of(rollouts: Iterable[StoredRollout]) -> list[RewardInput]:
     return [RewardInput(r.prompt, r.text, r.stopped) for r in rollouts]
 
 
-def questions_of(
-    rollouts: Sequence[StoredRollout], reward: RewardConfig
-) -> list[tuple[Question, ...]]:
-    """The questions of each rollout under these settings, in the order of judging.
+def questions_of(items: Sequence[RewardInput], reward: RewardConfig) -> list[tuple[Question, ...]]:
+    """The questions of each answer under these settings, in the order of judging.
 
     Raises
     ------
@@ -186,7 +184,7 @@ def questions_of(
         See :func:`~refiner_core.rewards.compute_rewards`.
     """
     listener = _Listener()
-    results = compute_rewards(items_of(rollouts), reward, listener)
+    results = compute_rewards(items, reward, listener)
     return [
         tuple((listener.heard[int(d["detail"])], d) for d in result.judgements)
         for result in results

@@ -34,6 +34,7 @@ from refiner_core.rescoring.rollouts import (
     Scores,
     StoredRollout,
     fidelity,
+    items_of,
     judge_identity,
     questions_of,
     recorded,
@@ -157,7 +158,7 @@ def stored_by(judge: Any, reward: RewardConfig, texts: Sequence[str]) -> list[St
 def test_stored_judgements_answer_the_questions_that_they_were_given_to() -> None:
     reward = RewardConfig()
     rollouts = stored_by(Asked(), reward, [ANSWER, ANSWER.replace("Well", "So"), "none"])
-    questions = questions_of(rollouts, reward)
+    questions = questions_of(items_of(rollouts), reward)
     assert [len(q) for q in questions] == [4, 4, 0], "a malformed answer is not asked about"
     known = recorded(rollouts, questions)
     assert len(known) == 6
