@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flows.attacking import attack_reward
     from flows.cards.inspection import check_card, show_card
     from flows.certify.node import certificate_json, certify_node
-    from flows.checking.data import check_data, convert_data, example_rows
+    from flows.checking.own_data import check_data, convert_data, example_rows
     from flows.checking.sets import (
         PlayedTask,
         check_environment,

@@ -59,7 +59,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "rescore": ("judge", "Score stored rollouts under other judges, rubrics, weights."),
         "rubrics": ("sets", "Show and check rubric sets."),
         "protocols": ("sets", "Show and check evaluation protocols."),
-        "data": ("data", "Check and convert rows of your own."),
+        "data": ("own_data", "Check and convert rows of your own."),
         "environments": ("sets", "Show, check and play environments of agents."),
     },
     "Details": {

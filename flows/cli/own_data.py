@@ -51,7 +51,7 @@ def check_data_command(file: str, words: tuple[str, ...], which: Any, as_json: b
     With RECIPE also lengths against its windows, and held-out questions that nearly repeat a
     training question. The exit code is 3 if a run would refuse a row.
     """
-    from flows.checking.data import check_data
+    from flows.checking.own_data import check_data
 
     names, overrides = split_overrides(words)
     if len(names) > 1:
@@ -112,7 +112,7 @@ def _check_lines(check: DataCheck, file: str) -> Iterator[str]:
               help="number of rows")  # fmt: skip
 def example_data_command(which: Any, count: int) -> None:
     """Print rows that work, as JSON Lines."""
-    from flows.checking.data import example_rows
+    from flows.checking.own_data import example_rows
 
     for row in example_rows(which or "sft", count):
         click.echo(json.dumps(row, ensure_ascii=False))
@@ -129,7 +129,7 @@ def convert_data_command(file: str, out: str, as_json: bool) -> None:
     Known layouts: messages; prompt and completion, as texts or turns (TRL); question and answer;
     those of open-instruct. Evidence in a column such as `documents` goes into the prompt.
     """
-    from flows.checking.data import convert_data
+    from flows.checking.own_data import convert_data
 
     made = convert_data(file, out)
     following = [command_line("data", "check", out)]
