@@ -103,12 +103,12 @@ def find_run(
         return next((run for run in ranked if stage in run.stages), newest)
     hits = [wanted] if wanted in known else []
     if not hits and len(wanted) >= 4:
-        hits = [r for r in known if wanted in r]
+        hits = [r for r in known if r.startswith(wanted) or r.endswith(wanted)]
     if not hits:  # a recipe's name is its newest run
         hits = [r for r in known if "-".join(r.split("-")[2:-1]) == wanted]
         if (newest := next(newest_runs(workspace, hits), None)) is not None:
             return newest
-        hits = hits[-1:]
+        hits = hits[-1:] or [r for r in known if len(wanted) >= 4 and wanted in r]
     if len(hits) == 1:
         return workspace.read_run(hits[0])
     hint = suggest(wanted, [*known, *_swept(workspace)])

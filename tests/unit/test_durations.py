@@ -59,6 +59,7 @@ def test_an_answer_costs_a_call_for_each_question_and_one_for_all_rubrics_if_bat
 def test_a_step_agrees_with_the_arithmetic_on_real_rows(tmp_path):
     """5,550 calls and 4.2 M prompt tokens a step; 53 to 128 s, one after the other."""
     words = ("judge.form=per_rubric", "grpo.async_steps=0", "grpo.num_training_steps=100")
+    words += ("publish.which=final", "judge.resources.gpus=2", "judge.serve.args=[]")
     found = forecast(tmp_path, *words)["grpo"]
     assert found.seconds is not None
     assert found.judge_calls
@@ -109,7 +110,9 @@ def test_a_certificate_replaces_assumptions(tmp_path):
 def test_the_plan_command_has_one_object_per_stage(tmp_path):
     words = ["plan", LARGE, f"workspace={tmp_path}"]
     value = json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)
-    assert [one["stage"] for one in value["time"]] == ["grpo", "evaluate-base", "evaluate-grpo"]
+    assert [one["stage"] for one in value["time"]] == [
+        *("grpo", "evaluate-base", "evaluate-grpo", "evaluate-grpo-step50")
+    ]
     assert len(value["time"][0]["seconds"]) == 3
     text = CliRunner().invoke(cli, [*words, "--gpu", "H200"]).output
     assert "assumed: H200" in text

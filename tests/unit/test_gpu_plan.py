@@ -16,16 +16,16 @@ def large(name: str = "refiner-gpt54", *words: str) -> Plan:
     return make_recipe_plan(name, ["workspace=/tmp/none", *words])
 
 
-def test_the_large_recipe_says_that_it_needs_ten_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_large_recipe_says_how_many_gpus_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     invented(monkeypatch, 8)
     use = gpu_use(large())
     assert use is not None
-    assert [(job.stage, job.gpus) for job in use.jobs] == [("grpo", 8), ("judge", 2)]
-    assert (use.at_once, use.most) == (10, 11), "the base model is evaluated meanwhile"
+    assert [(job.stage, job.gpus) for job in use.jobs] == [("grpo", 8), ("judge", 4)]
+    assert (use.at_once, use.most) == (12, 13), "another stage is evaluated meanwhile"
     text = "\n".join(gpu_lines(large()))
-    assert "10 at the same time (2 jobs: grpo 8 + judge 2 GPUs)" in text
-    assert "| grpo: r0  r1  r2  r3  s0  s1  s2  s3 | judge: j   j" in text
-    assert "Impossible here: grpo needs 10 GPUs of this machine" in text
+    assert "12 at the same time (2 jobs: grpo 8 + judge 4 GPUs)" in text
+    assert "| grpo: r0  r1  r2  r3  s0  s1  s2  s3 | judge: j   j   j   j" in text
+    assert "Impossible here: grpo needs 12 GPUs of this machine" in text
 
 
 def test_the_recipe_for_one_node_fits_and_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,13 +60,13 @@ def sinfo(folder: Path, monkeypatch: pytest.MonkeyPatch, *nodes: str) -> None:
 def test_a_partition_of_one_node_can_never_run_trainer_and_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The judge would hold two GPUs, and the trainer queue for ever."""
+    """The judge would hold four GPUs, and the trainer queue for ever."""
     sinfo(tmp_path, monkeypatch, "gpu:h100:8(S:0-1)", "(null)")
     lines = gpu_lines(large("refiner-gpt54", "dispatch.executor=slurm"))
-    assert "(2 jobs: grpo 8 + judge 2 GPUs)" in lines[0]
+    assert "(2 jobs: grpo 8 + judge 4 GPUs)" in lines[0]
     assert lines[1:3] == [
         "  grpo, node 1  | r0  r1  r2  r3  s0  s1  s2  s3",
-        "  judge, node 1 | j   j",
+        "  judge, node 1 | j   j   j   j",
     ]
     assert "the nodes with GPUs are 1 of 8" in lines[-1]
     assert "never" not in gpu_lines(large("refiner-one-node", "dispatch.executor=slurm"))[-1]

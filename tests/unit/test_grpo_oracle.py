@@ -272,7 +272,8 @@ def test_an_update_is_the_same_whether_prompts_are_shared_or_not():
     # a group is small for a block of FlexAttention, unless attention costs nothing
     for balance, shared in ((1e9, 1.0), (50.0, 0.0)):
         engine = engine_over(tiny_model(0), 0.0, flex_balance=balance)
-        metrics = GrpoUpdate(engine, tiny_model(1), grpo, 7).run(rollouts(), step=3, factor=1.0)
+        reference = partial(token_scores, tiny_model(1))
+        metrics = GrpoUpdate(engine, reference, grpo, 7).run(rollouts(), step=3, factor=1.0)
         assert metrics.pop("shared_prompts") == shared
         del metrics["packed_ratio"]
         updates[shared] = metrics, engine.gradients

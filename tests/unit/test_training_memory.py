@@ -54,9 +54,10 @@ def test_an_asynchronous_save_takes_host_memory() -> None:
 
 def test_a_sampler_beside_training_has_weights_of_its_own() -> None:
     own = {"grpo.generation_backend": "transformers", "grpo.deepspeed_stage": None}
-    assert "sampler" not in large(**own).on_gpu
+    assert "sampler" not in large(**own, **{"grpo.async_steps": 0}).on_gpu
     assert large(**own, **{"grpo.async_steps": 1}).on_gpu["sampler"] == 2 * BILLION
-    gathered = large(**{"grpo.generation_backend": "transformers"}).on_gpu
+    alone = {"grpo.generation_backend": "transformers", "grpo.async_steps": 0}
+    gathered = large(**alone).on_gpu
     assert gathered["gathered to sample"] == 2 * BILLION
 
 
