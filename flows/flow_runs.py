@@ -336,6 +336,9 @@ class _FlowRun:
         self._emit("began")
         try:
             lost = self._until_over()
+        except Pause:  # the server has refused a task run: the flow run was suspended just now
+            self._request("suspend")
+            raise
         except TerminationSignal:
             self._request("cancel")
             self._wait_for_saves()

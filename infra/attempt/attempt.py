@@ -38,6 +38,7 @@ from typing import Any, Literal
 from infra.attempt.rank_watch import STACKS
 from infra.attempt.stage_io import AttemptIO, Heartbeat, redirect_output
 from infra.attempt.stalls import (
+    LEARNED,
     PhaseTimes,
     RankState,
     Stall,
@@ -153,7 +154,8 @@ class AttemptRun:
         self._ref = AttemptRef(stage_id, number)
         self._lacking: set[Part] = set()
         self._began = time.monotonic()
-        self.clock = stall_clock(self.config, self._began)
+        kind = stage_id.rpartition("-")[0]
+        self.clock = stall_clock(self.config, kind, self._began)
         self.heartbeat = Heartbeat(
             self.paths.heartbeat, self._began, on_beat=self._after_beat, clock=self.clock
         )
@@ -525,12 +527,15 @@ class AttemptRun:
 # ---------------------------------------------------------------- stalls
 
 
-def stall_clock(config: RecipeConfig, now: float) -> StallClock:
+def stall_clock(config: RecipeConfig, kind: str, now: float) -> StallClock:
     """The clock of an attempt. Phases that wait for something outside, which has limits of its own,
-    are always allowed the most."""
+    are always allowed the most, and so are all phases of a stage that does not train in refiner: a
+    trainer of one's own may print nothing for an hour."""
     acts, dispatch = bool(config.environment.name), config.dispatch
     asks = acts or config.judge.kind != "lexical"
     patient = (*(("judge",) if asks else ()), *(("generate",) if acts else ()))
+    if kind not in TRAINED_HERE:
+        patient = LEARNED
     return StallClock(now, dispatch.hung_after_s, dispatch.hung_floor_s, patient)
 
 

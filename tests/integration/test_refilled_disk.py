@@ -128,9 +128,10 @@ def test_a_worker_that_dies_on_a_full_disk_costs_no_retry(workspace: Workspace) 
 
 def test_a_read_only_file_system_is_waited_for(workspace: Workspace, quota: QuotaFolder) -> None:
     going = Going(workspace)
-    wait_until(lambda: going.attempts and going.attempts[0].started_at, "a worker")
-    quota.set_read_only(True)
     log = workspace.layout.attempt(going.plan.by_name["data"].id, 1).log
+    wait_until(lambda: going.attempts and going.attempts[0].started_at, "a worker")
+    wait_until(log.exists, "its log")
+    quota.set_read_only(True)
     wait_until(lambda: "errno 30" in log.read_text().lower(), "a save that meets EROFS")
     quota.set_read_only(False)
     views = going.campaign.join()

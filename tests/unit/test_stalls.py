@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from infra.attempt.attempt import stall_clock
 from infra.attempt.stalls import (
     PhaseTimes,
     RankState,
@@ -14,6 +15,7 @@ from infra.attempt.stalls import (
     merged,
     times_of,
 )
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.types import Progress
 from tests.support.slow_runs import killed_healthy_run
 
@@ -158,3 +160,12 @@ def test_the_rank_that_others_wait_for(
 def test_slow_but_healthy_runs_are_not_killed() -> None:
     """Steps that get longer, a cold cache, long saves, a slow neighbour; more in `make prove`."""
     assert [seed for seed in range(6) if killed_healthy_run(random.Random(seed))] == []
+
+
+@pytest.mark.parametrize(("kind", "limit_s"), [("sft", 20.0 + 36.0), ("command", 7200.0)])
+def test_a_trainer_of_ones_own_may_be_silent(kind: str, limit_s: float) -> None:
+    """A step of three seconds says nothing about how long another's script prints nothing."""
+    clock = stall_clock(RecipeConfig(), kind, 0.0)
+    clock.report(1, Progress(1, 9, "train"), 0.0)
+    clock.report(1, Progress(1, 9, "save"), 3.0)
+    assert clock.limit_s("train") == limit_s
