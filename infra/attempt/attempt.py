@@ -543,10 +543,10 @@ def earlier_times(
     workspace: Workspace, spec: StageSpec, stage_id: str, number: int
 ) -> dict[str, PhaseTimes]:
     """Times of phases in earlier attempts of the stage and in some stages of its kind and model."""
-    beats = [workspace.read_heartbeat(stage_id, n) or {} for n in range(1, number)]
-    found = [times_of(beat, stalled=True) for beat in beats]
     if spec.kind not in TRAINED_HERE:
         return {}
+    beats = [workspace.read_heartbeat(stage_id, n) or {} for n in range(1, number)]
+    found = [times_of(beat, stalled=True) for beat in beats]
     others = [i for i in workspace.stage_ids() if i.startswith(f"{spec.kind}-") and i != stage_id]
     for other in others[:_OTHERS]:
         paths = workspace.layout.stage(other)
@@ -582,5 +582,5 @@ def stall_error(stall: Stall, states: Sequence[RankState], stacks: Path) -> Refi
         f"else look at the stacks in {stacks}, or raise dispatch.hung_after_s",
     )
     if many and lagging:
-        error.rank = lagging[0].rank  # type: ignore[attr-defined]
+        error.rank = lagging[0].rank
     return error

@@ -434,7 +434,7 @@ def _unknown(ended: LaunchFailure, silent: Sequence[int] = ()) -> Exception:
         fix=f"look at the log (`refiner logs STAGE`). Its last lines:\n{shown}",
     )
     if failures:
-        error.rank = next(iter(failures))  # type: ignore[attr-defined]
+        error.rank = next(iter(failures))
     return error
 
 

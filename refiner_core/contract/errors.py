@@ -40,6 +40,8 @@ class RefinerError(Exception):
     exit_code: int = 1
     #: True if running the same command again resumes.
     resumable: bool = False
+    #: The rank that it comes from, of several.
+    rank: int | None = None
 
     def __init__(self, what: str, *, expected: str = "", fix: str = "") -> None:
         self.what, self.expected, self.fix = what, expected, fix

@@ -327,7 +327,7 @@ def _disagreement(odd: int, here: str) -> RanksDisagree:
         fix="see the tracebacks of all ranks in `refiner logs STAGE`; a branch on something that "
         "differs between ranks (its data, a random number, a file) is the usual cause",
     )
-    error.rank = odd  # type: ignore[attr-defined]
+    error.rank = odd
     return error
 
 
