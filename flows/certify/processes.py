@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,8 @@ from refiner_core.contract.placement import Placement
 from refiner_core.contract.proofs import CertifiedCheck
 from refiner_core.contract.types import Endpoint
 from refiner_core.generation.load import load_model, load_tokenizer
-from refiner_core.generation.vllm.admin import Admin, make_canary, tolerance_of
+from refiner_core.generation.saving import hand_over_of
+from refiner_core.generation.vllm.admin import Admin, tolerance_of
 from refiner_core.training.ranks import Ranks
 
 #: Allowed relative difference of a loss or norm from one process in plain torch: sums over packs
@@ -121,24 +121,21 @@ def server_checks(order: WorkOrder, folder: Path) -> Iterator[CertifiedCheck]:
     tokenizer = load_tokenizer(_MODEL, config.model)
     tolerance = tolerance_of(None, config.model.dtype)
 
-    @contextmanager
-    def whole() -> Iterator[Any]:
-        yield model
-
+    hand_over = hand_over_of(lambda: model)
     try:
         with opening.open_vllm(config, tokenizer, folder) as rollouts:
             began = time.monotonic()
-            rollouts.sync(whole(), "before")
+            rollouts.sync(hand_over, "before")
             start_s, began = time.monotonic() - began, time.monotonic()
-            old = make_canary(model, tokenizer, _WINDOW)
+            old = rollouts.fleet.canary
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(_CHANGE)
-            rollouts.sync(whole(), "after")
+            rollouts.sync(hand_over, "after")
             seconds = time.monotonic() - began
             [endpoint] = rollouts.fleet.endpoints()
             admin = Admin(endpoint, 60.0)
-            gap = admin.difference(make_canary(model, tokenizer, _WINDOW), "after")
+            gap = admin.difference(rollouts.fleet.canary, "after")
             stale = admin.difference(old, "after")
             yield check(
                 *(_WEIGHTS, gap <= tolerance < stale),

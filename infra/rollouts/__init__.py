@@ -8,8 +8,8 @@ nodes, where all ranks enter it)::
 
     with open_vllm(config, tokenizer, workdir, should_stop=io.should_stop) as rollouts:
         for step in ...:
-            rollouts.sync(engine.whole(), str(step))        # before each batch; all ranks of an
-            ...                                             # engine enter `engine.whole()` together
+            rollouts.sync(engine.hand_over, str(step))      # before each batch; all ranks of an
+            ...                                             # engine call `hand_over` together
             rollouts.generate(requests, params, on_completion)
 
 The first ``sync`` starts the servers, on the very weights that it is given; it and later ones

@@ -2,8 +2,8 @@
 
 In: the recipe, the ranks, and on each node its servers
 (:class:`~infra.rollouts.servers.LocalRolloutServers`). Out: on rank 0 a generator over the servers
-of all nodes; in the first process of every other node a :class:`NodeWeights`, which writes the
-gathered weights into that node's memory.
+of all nodes; in the first process of every other node a function that writes the weights into that
+node's memory, as they are gathered.
 
 Every node starts and ends its own servers, as children of its first rank. Those of the first node
 listen on loopback. Those of the others listen on their node's address, since rank 0 sends prompts
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from itertools import count
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -40,6 +41,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted, KilledError, LaunchError
 from refiner_core.contract.placement import placement_of
 from refiner_core.contract.types import Endpoint
+from refiner_core.generation.saving import SaveWeights, Weights
 from refiner_core.generation.vllm.client import VllmGenerator
 from refiner_core.generation.vllm.sync import weights_name, write_folder
 from refiner_core.training.ranks import Ranks
@@ -53,42 +55,17 @@ _COME_S = 300.0
 _BACKLOG = 512
 
 
-class NodeWeights:
-    """Weights of a further node, for the servers there.
+def _saved_in(folder: Path, tokenizer: Any) -> SaveWeights:
+    """Save the weights of a further node for its servers, under the names that rank 0 gives them;
+    the version before is removed."""
+    numbers = count(1)
 
-    Parameters
-    ----------
-    folder
-        The node's private folder in memory.
-    tokenizer
-        Stored with the weights.
-    """
+    def save(model: Any, weights: Weights) -> None:
+        number = next(numbers)
+        write_folder(model, tokenizer, folder / weights_name(number), weights)
+        shutil.rmtree(folder / weights_name(number - 1), ignore_errors=True)
 
-    def __init__(self, folder: Path, tokenizer: Any) -> None:
-        self._folder, self._tokenizer, self._written = folder, tokenizer, 0
-
-    def write(self, model: Any) -> None:
-        """Write the model, under the name that rank 0 gives it, and remove the version before.
-
-        Raises
-        ------
-        NoSpaceError
-            It does not fit into memory.
-        """
-        self._written += 1
-        with _saved_here(model):
-            write_folder(model, self._tokenizer, self._folder / weights_name(self._written))
-        shutil.rmtree(self._folder / weights_name(self._written - 1), ignore_errors=True)
-
-
-@contextmanager
-def _saved_here(model: Any) -> Iterator[None]:
-    """Let transformers write the model in this process: in a process group, rank 0 alone does."""
-    model.should_save_on_this_rank = lambda is_main_process: True
-    try:
-        yield
-    finally:
-        del model.should_save_on_this_rank
+    return save
 
 
 class NodeServers:
@@ -217,12 +194,12 @@ def open_on_nodes(
     *,
     should_stop: Callable[[], bool] = lambda: False,
     tell: Callable[[float], None] = lambda seconds: None,
-) -> Iterator[VllmGenerator | NodeWeights | None]:
+) -> Iterator[VllmGenerator | SaveWeights | None]:
     """Rollouts from servers on all nodes; all ranks enter it together.
 
-    Rank 0 gets the generator, the first rank of each other node its :class:`NodeWeights`, and all
-    others None. Parameters are those of :func:`~infra.rollouts.servers.open_vllm`; ``should_stop``
-    and ``tell`` are rank 0's.
+    Rank 0 gets the generator, the first rank of each other node saves the weights there, and all
+    others get None. Parameters are those of :func:`~infra.rollouts.servers.open_vllm`;
+    ``should_stop`` and ``tell`` are rank 0's.
 
     Raises
     ------
@@ -259,7 +236,7 @@ def open_on_nodes(
             stack.callback(shut, connection)
             _send(connection, {"node": node, "folder": str(local.memory)})
             threading.Thread(target=_serve, args=(connection, local), daemon=True).start()
-            yield NodeWeights(local.memory, tokenizer)
+            yield _saved_in(local.memory, tokenizer)
         else:
             others = _accepted(listener, key, placed.nodes - 1)
             remote = [NodeServers(n, *others[n], should_stop, tell) for n in sorted(others)]

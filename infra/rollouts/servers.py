@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,6 +57,7 @@ from refiner_core.contract.config import (
 from refiner_core.contract.errors import ConfigurationError, KilledError
 from refiner_core.contract.placement import placement_of, sampling_section, sampling_servers
 from refiner_core.contract.types import Endpoint, RolloutServers
+from refiner_core.generation.saving import hand_over_of
 from refiner_core.generation.vllm import extension
 from refiner_core.generation.vllm.admin import tolerance_of
 from refiner_core.generation.vllm.client import VllmGenerator
@@ -533,7 +535,7 @@ def open_sampler(
         on_step=on_step,
         server_gpus=sampling_servers(config, stage),
     ) as rollouts:
-        rollouts.sync(_loaded(view.model, model_ref), "sampled")
+        rollouts.sync(hand_over_of(partial(_loaded, view.model, model_ref)), "sampled")
         yield rollouts
 
 
@@ -554,9 +556,8 @@ def sampling_view(config: RecipeConfig, stage: str, window: int) -> RecipeConfig
     return replace(config, grpo=grpo, model=replace(config.model, attn_implementation="sdpa"))
 
 
-@contextmanager
-def _loaded(model: ModelConfig, model_ref: str) -> Iterator[Any]:
+def _loaded(model: ModelConfig, model_ref: str) -> Any:
     from refiner_core.generation.load import load_model, set_threads
 
     set_threads(model)
-    yield load_model(model_ref, model)
+    return load_model(model_ref, model)

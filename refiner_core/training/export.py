@@ -17,8 +17,8 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.generation.load import load_model, load_tokenizer, set_threads
+from refiner_core.generation.saving import model_tensors, save_model
 from refiner_core.training.engines.protocol import PROGRESS
-from refiner_core.training.model import loading
 from refiner_core.training.model.loading import load_weights
 from refiner_core.training.steps.checkpoint_manager import curve
 
@@ -49,7 +49,8 @@ def export_checkpoint(
     model = load_model(model_ref, replace(config.model, attn_implementation="eager"))
     load_weights(checkpoint, model)
     io.progress(Progress(1, 2, "exporting"))
-    loading.export(model, load_tokenizer(model_ref, config.model), output_dir / "model")
+    tokenizer = load_tokenizer(model_ref, config.model)
+    save_model(model, tokenizer, output_dir / "model", model_tensors(model).items())
     io.progress(Progress(2, 2, "exported"))
     return progress_report(progress)
 

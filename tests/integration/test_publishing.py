@@ -14,8 +14,8 @@ from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import load_evidence
 from refiner_core.cards.lint import lint_card
 from refiner_core.contract.config import PublishConfig
+from refiner_core.generation.saving import model_tensors, save_model
 from refiner_core.models import tiny_model_dir
-from refiner_core.training.model.loading import export
 from tests.support.command import finished
 from tests.support.git_hub import LoopbackHub
 from tests.support.publications import publication
@@ -121,7 +121,7 @@ def exported(folder: Path) -> tuple[Publication, str, list[int]]:
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir())
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir())
-    export(model, tokenizer, folder / "model")
+    save_model(model, tokenizer, folder / "model", model_tensors(model).items())
     weight = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         weight.update(name.encode() + tensor.numpy().tobytes())

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +19,13 @@ from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.errors import ConfigurationError, RefinerError, StageFailed
 from refiner_core.contract.sections.training import RolloutServerConfig
 from refiner_core.contract.types import SamplingParams
+from refiner_core.training.engines.plain import PlainEngine
+from refiner_core.training.model.loading import LoadedModel
 from refiner_core.training.ranks import Ranks
 from refiner_core.training.rollouts.policies import ServedPolicy
 from tests.support.command import Stage, refiner
 from tests.support.tiny_training import furthest, recipe, tiny_model, tiny_tokenizer
-from tests.support.vllm_fleet import requests, whole
+from tests.support.vllm_fleet import requests
 from tests.support.vllm_processes import control, marked, serving, status
 from tests.support.vllm_server import shim
 
@@ -113,8 +114,9 @@ class Nodes:
         )
 
     def _engine(self, node: int, version: int) -> Any:
-        model = self.models[version]
-        return SimpleNamespace(whole=lambda: whole(model), ranks=self.ranks[node])
+        loaded = LoadedModel(self.models[version], tiny_tokenizer(), False, None)
+        config = self.config(node).model
+        return PlainEngine(loaded, config, self.ranks[node], learning_rate=1.0)
 
 
 @pytest.fixture

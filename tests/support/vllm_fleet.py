@@ -10,6 +10,7 @@ from typing import Any
 
 from refiner_core.contract.errors import KilledError
 from refiner_core.contract.types import Endpoint, GenerationRequest, SamplingParams
+from refiner_core.generation.saving import HandOver, hand_over_of
 from refiner_core.generation.vllm.client import VllmGenerator
 from refiner_core.generation.vllm.sync import WeightSync
 from tests.support.tiny_training import EOS, tiny_tokenizer
@@ -99,6 +100,6 @@ def fleet_of(servers: InThreads, folder: Path) -> Iterator[WeightSync]:
         servers.close()
 
 
-@contextmanager
-def whole(model: Any) -> Iterator[Any]:
-    yield model
+def whole(model: Any) -> HandOver:
+    """The weights of a model of this process."""
+    return hand_over_of(lambda: model)

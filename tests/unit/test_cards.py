@@ -294,12 +294,13 @@ def test_reproduction_has_command_code_files_and_fingerprint() -> None:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from refiner_core.generation.saving import model_tensors, save_model
     from refiner_core.models import tiny_model_dir
-    from refiner_core.training.model.loading import export
 
     folder = tmp_path_factory.mktemp("exported") / "model"
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir())
-    export(model, AutoTokenizer.from_pretrained(tiny_model_dir()), folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir())
+    save_model(model, tokenizer, folder, model_tensors(model).items())
     return folder
 
 

@@ -114,16 +114,16 @@ def test_altered_weights_are_found(
 ) -> None:
     from refiner_core.generation.vllm.sync import write_folder
 
-    def perturbed(model: Any, tokenizer: Any, folder: Path) -> None:
+    def perturbed(model: Any, tokenizer: Any, folder: Path, weights: Any) -> None:
         if folder.name.endswith("-2"):  # the second transfer
             weight = model.model.layers[1].mlp.down_proj.weight
             with torch.no_grad():
                 kept = weight.clone()
                 weight.mul_(1.1)
-            write_folder(model, tokenizer, folder)
+            write_folder(model, tokenizer, folder, weights)
             weight.data.copy_(kept)
         else:
-            write_folder(model, tokenizer, folder)
+            write_folder(model, tokenizer, folder, weights)
 
     monkeypatch.setattr("refiner_core.generation.vllm.sync.write_folder", perturbed)
     first = next(iter(server_checks(with_vllm, tmp_path / "work")))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from refiner_core.contract.config import DispatchConfig, ModelConfig, RecipeConfig
@@ -23,6 +24,7 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.placement import refuse_unsupported
+from refiner_core.generation.saving import model_tensors, save_model
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.engines.protocol import PROGRESS
 from refiner_core.training.model import loading
@@ -93,18 +95,46 @@ def test_a_model_with_more_than_a_plain_head_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_exported_model_loads_as_it_was(tmp_path, tied):
+def test_a_small_model_is_one_file_as_transformers_writes_it(tmp_path, tied):
     model = tiny_model(tie_word_embeddings=tied)
     folder = tmp_path / "out" / "model"
     folder.mkdir(parents=True)
     (folder / "leftover").write_text("of an earlier try")
-    loading.export(model, tiny_tokenizer(), folder)
+    save_model(model, tiny_tokenizer(), folder, model_tensors(model).items())
     again = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(3, 12)[None]
     assert torch.equal(again(ids).logits, model(ids).logits)
     assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
     assert AutoTokenizer.from_pretrained(folder).decode([4, 5]) == "w4 w5"
     assert not (folder / "leftover").exists()
+    model.save_pretrained(tmp_path / "theirs")
+    for file in (tmp_path / "theirs").iterdir():
+        assert (folder / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_large_model_is_written_in_shards_with_an_index(tmp_path, tied):
+    model, folder = tiny_model(tie_word_embeddings=tied), tmp_path / "model"
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    weights = model_tensors(model).items()
+    save_model(model, tiny_tokenizer(), folder, weights, shard_bytes=largest)
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert [s.name for s in shards] == [
+        f"model-{k:05d}-of-{len(shards):05d}.safetensors" for k in range(1, len(shards) + 1)
+    ]
+    held = [sum(t.nbytes for t in load_file(shard).values()) for shard in shards]
+    assert max(held) <= largest
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=largest)
+    index, theirs = (
+        json.loads((at / "model.safetensors.index.json").read_text())
+        for at in (folder, tmp_path / "theirs")
+    )
+    assert index["metadata"] == theirs["metadata"]
+    assert index["weight_map"].keys() == theirs["weight_map"].keys()
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_a_state_comes_back_with_every_random_state(tmp_path):

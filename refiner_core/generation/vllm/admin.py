@@ -58,27 +58,17 @@ def tolerance_of(configured: float | None, dtype: Literal["float32", "bfloat16"]
     return TOLERANCE[dtype] if configured is None else configured
 
 
-def make_canary(model: Any, tokenizer: Any, window: int) -> Canary:
-    """Score the prompt, which leaves one token of ``window`` free, with the live model; its mode is
-    restored."""
-    known = int(model.config.get_text_config().vocab_size)
-    prompt_ids = canary_ids(tokenizer, known)[: window - 1]
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            ids_T = torch.tensor([prompt_ids], device=model.device)
-            logits_T_V = model(input_ids=ids_T, use_cache=False).logits[0].float()
-            chosen_T = ids_T[0, 1:, None]
-            logprobs_T = logits_T_V[:-1].log_softmax(-1).gather(-1, chosen_T)[:, 0]
-            next_V = (logits_T_V[-1] / SCORING_TEMPERATURE).log_softmax(-1)
-    finally:
-        model.train(training)
-    return Canary(prompt_ids, tuple(logprobs_T.cpu().tolist()), next_V.cpu())
+def make_canary(prompt_ids: Sequence[int], logits_TV: Tensor) -> Canary:
+    """The canary of a prompt, from the trainer's logits."""
+    chosen_T = torch.tensor(prompt_ids)[1:, None]
+    logprobs_T = logits_TV[:-1].log_softmax(-1).gather(-1, chosen_T)[:, 0]
+    next_V = (logits_TV[-1] / SCORING_TEMPERATURE).log_softmax(-1)
+    return Canary(tuple(prompt_ids), tuple(logprobs_T.tolist()), next_V)
 
 
-def canary_ids(tokenizer: Any, vocabulary: int) -> tuple[int, ...]:
+def canary_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """A sentence, or numbers if the tokenizer has too few distinct words for one."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
     ids = [i for i in tokenizer(_TEXT)["input_ids"][:_TOKENS] if i < vocabulary]
     if len(set(ids)) >= _FEWEST:
         return tuple(ids)

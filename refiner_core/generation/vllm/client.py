@@ -30,7 +30,6 @@ import queue
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,6 +47,7 @@ from refiner_core.contract.types import (
     TurnScheduler,
 )
 from refiner_core.generation.completions import check_window
+from refiner_core.generation.saving import HandOver
 from refiner_core.generation.vllm.sync import WeightSync
 from refiner_core.generation.vllm.wire import (
     InvalidResponse,
@@ -417,10 +417,10 @@ class VllmGenerator:
         self._in_flight, self._silence_s = in_flight, silence_s
         self.on_step = on_step
 
-    def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
-        """Send all servers the weights of the model that ``whole`` yields; the first call starts
-        them. See :meth:`refiner_core.generation.vllm.sync.WeightSync.sync`."""
-        self.fleet.sync(whole, version)
+    def sync(self, hand_over: HandOver, version: str) -> None:
+        """Send all servers a model's weights; the first call starts them. See
+        :meth:`refiner_core.generation.vllm.sync.WeightSync.sync`."""
+        self.fleet.sync(hand_over, version)
 
     def generate(
         self,

@@ -1,6 +1,6 @@
 """Transfer of new weights to running servers: complete, and verified.
 
-In: a context that yields the live model with all its weights, and a version. Out: servers with
+In: a model that hands over its weights, one at a time, and a version. Out: servers with
 these weights, verified by a canary (:mod:`refiner_core.generation.vllm.admin`).
 
 ::
@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import shutil
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,14 @@ from safetensors import SafetensorError
 from refiner_core.contract.errors import KilledError, NoSpaceError, StageFailed
 from refiner_core.contract.types import Endpoint, RolloutServers
 from refiner_core.generation.completions import stop_ids
-from refiner_core.generation.vllm.admin import Admin, AdminError, Canary, make_canary
+from refiner_core.generation.saving import HandOver, Weights, save_model, whole_shape
+from refiner_core.generation.vllm.admin import Admin, AdminError, Canary, canary_ids, make_canary
 
 log = logging.getLogger(__name__)
 #: Accept no request from now on. None is running: the fleet's lock ensures that.
 _PAUSE = "/pause?mode=keep"
-#: Largest weights file; host memory holds about one besides the written ones.
-_PART_SIZE = "2GB"
+#: Largest file of weights; host memory holds one besides the written ones.
+_PART_BYTES = 2 * 10**9
 #: Allowance for configuration and tokenizer beside the weights, bytes.
 _SMALL_FILES = 64 << 20
 
@@ -71,8 +72,8 @@ class WeightSync:
         Held while rollouts are sampled or weights are sent.
     version
         Version of the weights on all servers; empty if unknown.
-    stop_ids
-        Tokens that end a text, for the model that was sent last.
+    stop_ids, canary
+        Tokens that end a text, and scores of a fixed prompt, of the model that was sent last.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class WeightSync:
         self._endpoints: list[Endpoint] = []
         self._written = 0
         self._current = folder / weights_name(0)
-        self._canary: Canary
+        self.canary: Canary
 
     def endpoints(self) -> Sequence[Endpoint]:
         """The servers' addresses, in order.
@@ -120,11 +121,10 @@ class WeightSync:
         self._require(index)
         return self._endpoints[index]
 
-    def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
-        """Send all servers the model's weights; the first call starts the servers.
+    def sync(self, hand_over: HandOver, version: str) -> None:
+        """Send all servers a model's weights; the first call starts the servers.
 
-        Waits for a running call of the generator. ``whole`` is entered once, and left as soon as
-        the weights are written.
+        Waits for a running call of the generator. ``hand_over`` is called once.
 
         Raises
         ------
@@ -139,11 +139,19 @@ class WeightSync:
             self.version, self._coming = "", version
             self._written += 1
             before, current = self._current, self._folder / weights_name(self._written)
-            with whole as model:
+            prompt: tuple[int, ...] = ()
+
+            def prompt_of(model: Any) -> tuple[int, ...]:
+                nonlocal prompt
                 self.stop_ids = stop_ids(model, self._tokenizer)
-                self._canary = make_canary(model, self._tokenizer, self._window)
-                write_folder(model, self._tokenizer, current)
-            self._current = current
+                prompt = canary_ids(model, self._tokenizer)[: self._window - 1]
+                return prompt
+
+            def save(model: Any, weights: Weights) -> None:
+                write_folder(model, self._tokenizer, current, weights)
+
+            logits_TV = hand_over(prompt_of, save)
+            self.canary, self._current = make_canary(prompt, logits_TV), current
             if self._endpoints:
                 with ThreadPoolExecutor(len(self._endpoints)) as pool:
                     failures = list(pool.map(self._reload, range(len(self._endpoints))))
@@ -190,7 +198,7 @@ class WeightSync:
             )
 
     def _wrong(self, admin: Admin) -> str:
-        difference = admin.difference(self._canary, self._coming)
+        difference = admin.difference(self.canary, self._coming)
         if difference <= self._tolerance:
             return ""
         return (
@@ -207,7 +215,7 @@ def weights_name(number: int) -> str:
     return f"weights-{number}"
 
 
-def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
+def write_folder(model: Any, tokenizer: Any, folder: Path, weights: Weights) -> None:
     """Write model, configuration and tokenizer; after an error the folder does not exist.
 
     Raises
@@ -215,16 +223,12 @@ def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     NoSpaceError
         It does not fit; the message has the size.
     """
-    part = folder.with_name(f".{folder.name}.part")
-    size = sum(parameter.nbytes for parameter in model.parameters())
+    size = sum(math.prod(whole_shape(p)) * p.element_size() for p in model.parameters())
     free = shutil.disk_usage(folder.parent).free
     try:
         if free < size + _SMALL_FILES:
             raise OSError(errno.ENOSPC, f"{free / 2**30:.1f} GiB are free")
-        part.mkdir(mode=0o700)
-        model.save_pretrained(part, max_shard_size=_PART_SIZE)
-        tokenizer.save_pretrained(part)
-        part.rename(folder)
+        save_model(model, tokenizer, folder, weights, shard_bytes=_PART_BYTES)
     except (OSError, SafetensorError) as error:
         raise NoSpaceError(
             f"New weights for the rollout servers ({size / 2**30:.2f} GiB) cannot be written to "
@@ -233,5 +237,3 @@ def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
             fix="set grpo.rollout_server.weights_dir to a folder with more space, or give the job "
             "more memory (resources.memory_gb): files in /dev/shm count as memory",
         ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)

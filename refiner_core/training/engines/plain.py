@@ -20,10 +20,10 @@ import torch
 from refiner_core.contract.config import ModelConfig, RecipeConfig, Resources, SftConfig
 from refiner_core.contract.placement import TrainingStage, section_of
 from refiner_core.generation.load import device_for
+from refiner_core.generation.saving import model_tensors
 from refiner_core.training.batches import Batch, seed_random
 from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
 from refiner_core.training.model import loading
-from refiner_core.training.model.loading import model_tensors
 from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
 from refiner_core.training.model.optim import (
     ADAM_BETA2,

@@ -59,16 +59,22 @@ import torch
 
 from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import StageFailed, WorkspaceError
+from refiner_core.generation.saving import (
+    SHARD_BYTES,
+    WEIGHTS,
+    SaveWeights,
+    Weights,
+    model_tensors,
+    save_model,
+    whole_shape,
+)
 from refiner_core.training.batches import Batch
 from refiner_core.training.model import loading
 from refiner_core.training.model.loading import (
-    WEIGHTS,
     check_shapes,
-    model_tensors,
     read_pickled,
     reading,
     saved_tensors,
-    whole_shape,
 )
 from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
 from refiner_core.training.model.optim import ADAM_STATE, MUON_STATE
@@ -176,8 +182,7 @@ class Engine(ABC):
 
     @abstractmethod
     def whole(self) -> AbstractContextManager[Any]:
-        """The model with all its weights and in evaluation mode, for reading (generate, export,
-        send to servers)."""
+        """The model with all its weights and in evaluation mode, to generate with it."""
 
     def reference(self, model_ref: str) -> Score:
         """Scores of a frozen model for the KL term; it is whole on every rank's device."""
@@ -303,22 +308,46 @@ class Engine(ABC):
 
     # ------------------------------------------------------------ output
 
-    def export(self, folder: Path) -> None:
-        """Write the model and tokenizer for ``from_pretrained`` (rank 0 writes)."""
+    def export(self, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+        """Write the model and tokenizer for ``from_pretrained``: rank 0 writes, and holds one shard
+        beside its part of the weights."""
         self._require_equal_weights()
-        weights = self._exported()
-        export = partial(loading.export, self.model, self.tokenizer, folder, weights)
-        on_first(self.ranks, export)
+
+        def save(model: Any, weights: Weights) -> None:
+            save_model(model, self.tokenizer, folder, weights, shard_bytes=shard_bytes)
+
+        self._save(save if self.ranks.rank == 0 else None)
+
+    def hand_over(self, prompt_of: Callable[[Any], Sequence[int]], save: SaveWeights | None) -> Any:
+        """Logits of rank 0's prompt by the current weights, (T, V) on the host; then the weights
+        for every rank that saves them. See :data:`refiner_core.generation.saving.HandOver`."""
+        ids = on_first(self.ranks, lambda: list(prompt_of(self.model)))
+        with torch.no_grad(), evaluating(self.model):
+            logits_T_V = self._logits(torch.tensor([ids], device=self.device))[0].float().cpu()
+        self._save(save)
+        return logits_T_V
+
+    def _logits(self, ids_BL: torch.Tensor) -> Any:
+        return self.model(input_ids=ids_BL, use_cache=False).logits
+
+    def _save(self, save: SaveWeights | None) -> None:
+        """Read all weights once; an error of one rank is raised on all."""
+        weights = self.weights(lambda _: save is not None)
+        error: Exception | None = None
+        try:
+            if save is not None:
+                save(self.model, weights)
+        except Exception as raised:
+            error = raised
+        for _ in weights:  # the other ranks gather the rest
+            pass
+        self.ranks.all_or_none(error)
 
     def memory(self) -> dict[str, float]:
         """``memory/…`` metrics: the peak of any rank so far, GiB."""
         mine = loading.memory_metrics(self.device)
         gathered = self.ranks.gather(mine) or []
         return self.ranks.broadcast({n: max((v[n] for v in gathered), default=0.0) for n in mine})
-
-    def _exported(self) -> dict[str, Any] | None:
-        """Whole weights on rank 0; None for those of the model itself."""
-        return None
 
     def _require_equal_weights(self) -> None:
         require_equal_weights(self.model, self.ranks)

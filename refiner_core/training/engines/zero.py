@@ -12,7 +12,8 @@ non-finite norms and checkpoints are handled here, the same as in plain torch. P
   asking for the norm or the step, so a backward pass is deferred until the next call.
 * Under ZeRO-3 a model is loaded whole on rank 0 alone, and checked there. Other ranks allocate its
   parameters without touching them: DeepSpeed sends one after another, and keeps a share of each.
-* Weights can be read whole only inside :meth:`ZeroEngine.whole`.
+* An export, and new weights for servers, gather one parameter at a time. Only sampling by
+  transformers needs the whole model on every rank (:meth:`_ZeroEngine.whole`).
 
 DeepSpeed is imported when the first engine is opened, since the import takes seconds.
 """
@@ -32,10 +33,10 @@ import torch
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig, SftConfig
 from refiner_core.contract.errors import UnsupportedError
+from refiner_core.generation.saving import model_tensors
 from refiner_core.training.batches import Batch
 from refiner_core.training.engines.protocol import Engine, ParameterState, Score, evaluating
 from refiner_core.training.model import loading
-from refiner_core.training.model.loading import model_tensors
 from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenScores
 from refiner_core.training.model.optim import adamw, parameter_groups, trainable
 from refiner_core.training.pulse import PULSE
@@ -398,14 +399,9 @@ class _ZeroEngine(Engine):
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _exported(self) -> dict[str, Any]:
-        """Whole weights, gathered by rank 0 in host memory."""
-        first = self.ranks.rank == 0
-        return {
-            name: tensor.to("cpu", copy=True)
-            for name, tensor in self.weights(lambda _: first)
-            if tensor is not None
-        }
+    def _logits(self, ids_BL: torch.Tensor) -> Any:
+        self._run_pending(last=False)
+        return self._wrapped(ids_BL)
 
     def _require_equal_weights(self) -> None:
         if not self.partitioned:

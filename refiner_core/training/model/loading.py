@@ -1,7 +1,6 @@
-"""Loading and export of a model in one process.
+"""Loading of a model in one process.
 
-In: a folder or Hub name and the ``model`` section. Out: a live model and tokenizer, and at the end
-an exported folder for ``from_pretrained``.
+In: a folder or Hub name and the ``model`` section. Out: a live model and tokenizer.
 
 Loading verifies training's assumptions on the model itself: packed sequences do not attend to each
 other, and a logit is exactly output head times last hidden state. A model with recurrent layers
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +35,7 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.generation.load import load_model as load_bare_model
 from refiner_core.generation.load import load_tokenizer
+from refiner_core.generation.saving import WEIGHTS, model_tensors, whole_shape
 from refiner_core.training.batches import (
     OWN_ROW,
     Batch,
@@ -50,8 +49,6 @@ from refiner_core.training.model.logprobs import hidden_states
 from refiner_core.training.ranks import Ranks, on_first
 
 log = logging.getLogger(__name__)
-
-WEIGHTS = "model.safetensors"
 
 
 def load_weights(folder: Path, model: Any) -> None:
@@ -86,18 +83,6 @@ def check_shapes(model: Any, saved: Mapping[str, torch.Tensor], folder: Path) ->
             expected="a checkpoint of this stage",
             fix="remove the checkpoint to start the stage again",
         )
-
-
-def model_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters (a tied one under its first name) and persistent buffers, as stored here."""
-    named: dict[str, torch.Tensor] = dict(model.named_parameters())
-    persistent = model.state_dict(keep_vars=True).keys()
-    return named | {name: b for name, b in model.named_buffers() if name in persistent}
-
-
-def whole_shape(tensor: Any) -> tuple[int, ...]:
-    """The full shape of a tensor, also if DeepSpeed keeps only a part of it here."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def saved_tensors(*paths: Path) -> dict[str, torch.Tensor]:
@@ -364,24 +349,6 @@ def _probe(model: Any) -> Sample:
     """A short sequence that every model has words for."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     return Sample((), tuple(i % vocabulary for i in range(3, 9)), (True,) * 6)
-
-
-def export(
-    model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, Any] | None = None
-) -> None:
-    """Write model and tokenizer for ``from_pretrained`` (safetensors; tied weights once).
-
-    ``weights`` replace the model's own if those are not whole. A folder of an earlier attempt is
-    replaced.
-    """
-    part = folder.with_name(f".{folder.name}.part")
-    for leftover in (part, folder):
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    part.mkdir(parents=True)
-    model.save_pretrained(part, state_dict=None if weights is None else dict(weights))
-    tokenizer.save_pretrained(part)
-    part.rename(folder)
 
 
 def _attends_fully(model: Any) -> bool:

@@ -51,9 +51,12 @@ class ScoringModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
         self.head = _Head(model.get_output_embeddings())
 
     def forward(
-        self, batch: Batch, temperature: float, entropy: Entropy
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The fields of :class:`TokenScores`, as a plain tuple."""
+        self, batch: Batch | torch.Tensor, temperature: float = 1.0, entropy: Entropy = "off"
+    ) -> Any:
+        """The fields of :class:`TokenScores`, as a plain tuple; for token ids, all logits."""
+        if isinstance(batch, torch.Tensor):
+            output = self.model.base_model(input_ids=batch, use_cache=False)
+            return self.head(output.last_hidden_state)
         hidden_TD = hidden_states(self.model, batch)
         scores: tuple[torch.Tensor, torch.Tensor] = self.head(
             hidden_TD, batch.target_T, temperature, entropy
@@ -69,8 +72,14 @@ class _Head(torch.nn.Module):  # type: ignore[misc]
         self.weight = head.weight
 
     def forward(
-        self, hidden_TD: torch.Tensor, target_T: torch.Tensor, temperature: float, entropy: Entropy
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        hidden_TD: torch.Tensor,
+        target_T: torch.Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: Entropy = "off",
+    ) -> Any:
+        if target_T is None:
+            return hidden_TD @ self.weight.mT
         return tuple(head_scores(hidden_TD, self.weight, target_T, temperature, entropy))
 
 

@@ -13,11 +13,11 @@ number of training steps behind these weights.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from refiner_core.contract.types import (
     Completion,
@@ -28,8 +28,8 @@ from refiner_core.contract.types import (
     TurnScheduler,
 )
 from refiner_core.generation.completions import turn_generator
+from refiner_core.generation.saving import SaveWeights, model_tensors
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.model.loading import model_tensors
 
 if TYPE_CHECKING:
     from refiner_core.generation.vllm.client import VllmGenerator
@@ -98,17 +98,10 @@ class Policy:
         return self._generator
 
 
-class WeightsWriter(Protocol):
-    """Writes weights for the servers of its node."""
-
-    def write(self, model: Any) -> None:
-        """Write the weights of the live model, which is whole."""
-
-
 #: Starts servers for an engine's model; its context ends them. Given by code that manages processes
 #: and GPUs: to rank 0, which gets the generator, and with servers on several nodes to all ranks,
-#: where the first rank of another node gets a writer.
-OpenServers = Callable[[Engine], "AbstractContextManager[VllmGenerator | WeightsWriter | None]"]
+#: where the first rank of another node saves the weights for its servers.
+OpenServers = Callable[[Engine], "AbstractContextManager[VllmGenerator | SaveWeights | None]"]
 
 
 class SamplingCancelled(Exception):
@@ -129,51 +122,43 @@ class CopyPolicy(Policy):
 
     def sync(self, engine: Engine, version: int) -> None:
         """Copy the weights."""
-        with engine.whole() as live, torch.no_grad():
-            source = model_tensors(live)
-            for name, tensor in model_tensors(self.model).items():
-                tensor.copy_(source[name])
+        copies = model_tensors(self.model)
+        for name, tensor in engine.weights(lambda _: True):
+            copies[name].copy_(tensor)
         self.version = version
 
 
 class ServedPolicy(Policy):
-    """Servers that hold the weights. Rank 0 has ``servers``; ``node`` is the writer of another
-    node's weights, in its first rank."""
+    """Servers that hold the weights. Rank 0 has ``servers``; the first rank of another node saves
+    the weights for those of its node."""
 
     beside, every_rank = True, False
 
-    def __init__(self, servers: VllmGenerator | None, node: WeightsWriter | None = None) -> None:
+    def __init__(self, servers: VllmGenerator | None, save: SaveWeights | None = None) -> None:
         super().__init__(servers)
-        self._servers, self._node = servers, node
+        self._servers, self._save = servers, save
         if servers is not None:
             servers.on_step = lambda *_: self.stop_if_cancelled()
 
     def sync(self, engine: Engine, version: int) -> None:
         """Send the weights to the servers. An error on one rank is raised on all ranks."""
-        entered, written, error = False, False, None
+        entered, saved, error = False, False, None
 
-        @contextmanager
-        def whole() -> Iterator[Any]:
-            nonlocal entered, written
-            entered, failed = True, None
-            with engine.whole() as model:
-                try:
-                    yield model
-                except Exception as raised:
-                    failed = raised
-            engine.ranks.all_or_none(failed)  # the servers of every node can read them
-            written = True
+        def hand_over(prompt_of: Callable[[Any], Sequence[int]], save: SaveWeights) -> Tensor:
+            nonlocal entered, saved
+            entered = True
+            logits = engine.hand_over(prompt_of, save)
+            saved = True  # on every node
+            return logits
 
         if self._servers is not None:
             try:
-                self._servers.sync(whole(), str(version))
+                self._servers.sync(hand_over, str(version))
             except Exception as raised:
-                if entered and not written:
+                if entered and not saved:
                     raise  # on all ranks, already
                 error = raised
         if not entered:  # the other ranks wait inside it
-            with whole() as model:
-                if self._node is not None:
-                    self._node.write(model)
+            engine.hand_over(lambda _: (), self._save)
         engine.ranks.all_or_none(error)
         self.version = version
