@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from refiner_core.training.ranks import TALK
 from tests.support.command import ROOT, environment, finished
-from tests.support.engine_ranks import PAIRS, SAVED, STEPS
+from tests.support.engine_ranks import PAIRS, SAVED, SHARD, STEPS
 
 ENGINES = ("None", "2", "3")
 #: Sums in another order, after a few updates by Adam: seen up to 4e-6.
@@ -129,6 +129,24 @@ def test_an_untied_head_is_trained_and_exported(found, engine):
     assert case["difference"] < 1e-4
     assert case["missing"] == []
     assert not case["tied"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_export_holds_one_shard_and_gathers_one_parameter(ran, engine):
+    """Rank 0 exports in shards; each rank writes what it hands over, as on a node of its own."""
+    root, found = ran
+    case, folder = found[f"{engine}-export"], root / "exports" / engine
+    weights = [load_file(file) for file in sorted(folder.glob("model-*.safetensors"))]
+    assert len(weights) > 2
+    assert max(sum(t.nbytes for t in shard.values()) for shard in weights) <= SHARD
+    assert case["gathered"] == ([case["largest"]] * 2 if engine == "3" else [0, 0])
+    exported = {name: tensor for shard in weights for name, tensor in shard.items()}
+    for rank in (0, 1):
+        copy = load_file(root / "handed-over" / f"{engine}-{rank}" / "model.safetensors")
+        assert copy.keys() == exported.keys()
+        assert all(torch.equal(copy[name], exported[name]) for name in copy)
+    assert case["handed over"] < 1e-5
+    assert case["after"] == close(case["expected after"]), "training continues as it was"
 
 
 @pytest.mark.parametrize(("engine", "dtype"), PAIRS)

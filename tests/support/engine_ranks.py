@@ -12,6 +12,8 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import StageFailed
 from refiner_core.generation.load import load_model
+from refiner_core.generation.saving import save_model
 from refiner_core.training.batches import Sample, collate, pack_samples, share_packs
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
@@ -40,6 +43,8 @@ from tests.support.tiny_training import (
 )
 
 STEPS, SAVED = 4, 2
+#: Bytes of a file of exported weights.
+SHARD = 20_000
 #: Engine (a stage of ZeRO, or plain torch) and type of the cases of SFT.
 PAIRS = ((None, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16"))
 #: An odd hidden size: vectors do not divide by two ranks.
@@ -237,23 +242,39 @@ class Cases:
         self.found["loads"] = self.ranks.gather(len(read))
 
     def exports(self, stage: int | None) -> None:
-        """An untied model, and the tied one of the SFT stage."""
+        """An untied model, exported in shards by rank 0 and handed over to both ranks."""
         engine = self.open(config_of(stage, "float32"), model="untied")
         self.step(engine, 0)
         folder = self.root / "exports" / str(stage)
-        engine.export(folder)
+        ids = list(range(3, 12))
+        with largest_gathered() as gathered:
+            engine.export(folder, shard_bytes=SHARD)
+            copy = self.root / "handed-over" / f"{stage}-{self.ranks.rank}"
+            logits = engine.hand_over(
+                lambda _: ids,
+                lambda model, weights: save_model(model, engine.tokenizer, copy, weights),
+            )
+        each = self.ranks.gather(max(gathered, default=0))
+        after = self.step(engine, 1)
         if not self.first():
             return
         reference = self.open(config_of(None, "float32"), Ranks(), model="untied")
         self.step(reference, 0)
-        ids = torch.arange(3, 12)[None]
         loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         with reference.whole() as model, torch.no_grad():
-            difference = (loaded(ids).logits - model(ids).logits).abs().max()
+            wanted = model(torch.tensor([ids])).logits[0]
+            largest = max(tensor.nbytes for tensor in model.parameters())
+        with torch.no_grad():
+            exported = loaded(torch.tensor([ids])).logits[0]
         self.found[f"{stage}-export"] = {
-            "difference": float(difference),
+            "difference": float((exported - wanted).abs().max()),
+            "handed over": float((logits - exported).abs().max()),
             "missing": sorted(info["missing_keys"]),
             "tied": loaded.lm_head.weight is loaded.model.embed_tokens.weight,
+            "gathered": each,
+            "largest": largest,
+            "after": after,
+            "expected after": self.step(reference, 1),
         }
 
     def unequal_weights(self) -> None:
@@ -269,6 +290,28 @@ class Cases:
             said = str(error)
         everywhere = self.ranks.add([bool(said)])[0] == self.ranks.world
         self.found["unequal"] = {"said": said, "everywhere": everywhere}
+
+
+@contextmanager
+def largest_gathered() -> Iterator[list[int]]:
+    """Bytes of the whole parameters that this rank holds at once, at each gathering of ZeRO-3 that
+    the block asks for."""
+    import deepspeed
+
+    seen, at_once, real = list[int](), 0, deepspeed.zero.GatheredParameters
+
+    @contextmanager
+    def counted(parameters: list[Any], **options: Any) -> Iterator[None]:
+        nonlocal at_once
+        size = sum(p.ds_numel * p.element_size() for p in parameters)
+        at_once += size
+        seen.append(at_once)
+        with real(parameters, **options):
+            yield
+        at_once -= size
+
+    with mock.patch.object(deepspeed.zero, "GatheredParameters", counted):
+        yield seen
 
 
 def rollouts(step: int) -> list[TrainSample]:
