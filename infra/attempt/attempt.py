@@ -51,7 +51,7 @@ from infra.disk.manager import DiskManager
 from infra.host.files import PASSING, exists, make_folder
 from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatcher import AttemptRef
-from infra.jobs.failures import classify, detailed, outcome_of
+from infra.jobs.failures import CLASSES, classify, detailed, outcome_of
 from infra.jobs.signals import AttemptClosed, SlurmJob, StopFlag, why_stopped
 from infra.process.stacks import offer_stacks
 from infra.store import atomic
@@ -98,7 +98,10 @@ LAST_WORD_S = 15.0
 #: Errors that, right after a request to stop, count as its consequence: others that were told to
 #: stop (a judge, data workers, another rank) may have ended first.
 _FOLLOWS_FROM_STOPPING: frozenset[FailureClass] = frozenset(
-    {"interrupted", "bug", "gpu_error", "judge_outage", "judge_unusable", "environment_outage"}
+    {
+        *("interrupted", "bug", "gpu_error", "node_failure"),
+        *("judge_outage", "judge_unusable", "environment_outage"),
+    }
 )
 
 
@@ -281,10 +284,14 @@ class AttemptRun:
         if self._is_done is None:
             log.error("attempt %d ends; whether it is done is unknown", self.number)
             return outcome
-        comes_back = False
+        comes_back, failure = False, outcome.failure
         if self.stop_requested or outcome.failure == "interrupted":
             outcome, comes_back = self._stopped(outcome)
         outcome = detailed(outcome, error, self.step)
+        if CLASSES[outcome.failure].avoids_node:
+            # Slurm's word about a node: the error may be that of a rank elsewhere.
+            rank = outcome.rank if outcome.failure == failure else None
+            outcome = replace(outcome, node=self.io.ranks.node_of(rank))
         number, name = outcome.errno, errno.errorcode.get(outcome.errno or 0, "unknown")
         number_text = "" if number is None else f" [errno {number}, {name}]"
         text = "attempt %d ends: %s%s"

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from infra.attempt.stalls import RankState
+from infra.attempt.stalls import SILENT_S, RankState
 from infra.host.processes import host_name
 from infra.process.stacks import in_collective, main_frames, place_of, stacks_of
 from infra.store import atomic
@@ -100,6 +100,15 @@ class RankWatch:
             self._state(rank, latest[rank], seen_at - at, mine.get(rank))
             for rank, (_, at) in sorted(beats.items())
         ]
+
+    def node_of(self, rank: int | None) -> str:
+        """Node of a rank, by its name in Slurm; None: of the ranks that stopped sending well before
+        others did. Empty if unknown."""
+        if rank is None and self._beats:
+            at = {r: sent for r, (_, sent) in self._beats.items()}
+            first = min(at, key=at.__getitem__)
+            rank = first if max(at.values()) - at[first] > SILENT_S else None
+        return "" if rank not in self._beats else str(self._beats[rank][0].get("node", ""))
 
     def _await(self, away: set[int], beats: Mapping[int, tuple[Any, float]]) -> None:
         """Wait a while for answers from elsewhere, and for the next counts of each rank, which

@@ -12,7 +12,7 @@ import errno
 import hashlib
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -242,6 +242,14 @@ def classify(error: BaseException, folder: Path | None = None) -> AttemptOutcome
     if isinstance(error, _STATIC):
         return replace(outcome_of("bug", _message(error)), decision="stop")
     return outcome_of("bug", _message(error))
+
+
+def nodes_to_avoid(attempts: Iterable[Attempt]) -> tuple[str, ...]:
+    """Nodes that failed in earlier attempts at a stage: an attempt's own, unless it is known that
+    another node of its job was the cause."""
+    ends = [(a, a.outcome) for a in attempts if a.outcome is not None]
+    bad = [end.node or a.node for a, end in ends if CLASSES[end.failure].avoids_node]
+    return tuple(dict.fromkeys(filter(None, bad)))
 
 
 def is_outage(error: BaseException) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router, gives_way, make_router
 from infra.jobs.dispatcher import AttemptRef, JobRequest, JobStatus, OpenAttempt
-from infra.jobs.failures import CLASSES, classify, is_outage, outcome_of
+from infra.jobs.failures import classify, is_outage, nodes_to_avoid, outcome_of
 from infra.orchestrator.members import Member
 from infra.orchestrator.observe import Observer
 from infra.orchestrator.reconcile import AttemptStatus, CloseAttempt, Launch, Release, StopWish
@@ -164,7 +164,6 @@ class Executor:
             return None  # another orchestrator was faster; the next look shows its attempt
         self._note(own, "claim", attempt=attempt.number)
         code = self.workspace.layout.code / home.run.code if home.run.code else None
-        bad = [a.node for a in before if a.outcome and CLASSES[a.outcome.failure].avoids_node]
         return JobRequest(
             stage_id=stage.id,
             attempt=attempt.number,
@@ -175,7 +174,7 @@ class Executor:
             code=code,
             threads=home.plan.config.model.cpu_threads,
             save_s=save_s,
-            avoid=tuple(dict.fromkeys(node for node in bad if node)),
+            avoid=nodes_to_avoid(before),
             nice=home.plan.config.dispatch.nice if gives_way(home.plan, own) else 0,
         )
 

@@ -31,6 +31,7 @@ def start_beats(rank: int) -> None:
 
 def _send(rank: int) -> None:
     own = {"event": "beat", "rank": rank, "host": host_name(), "pid": os.getpid()}
+    own["node"] = os.environ.get("SLURMD_NODENAME") or own["host"]
     while True:
         tell({**own, **PULSE.to_json(), **_nccl()})
         time.sleep(_EVERY_S)

@@ -13,6 +13,7 @@ the environment.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -35,11 +36,12 @@ from pathlib import Path
 from typing import Any
 
 from infra.ranks.messages import decode, encode
-from refiner_core.contract.errors import KilledError, NoSpaceError
+from refiner_core.contract.errors import KilledError, LaunchError, NoSpaceError
 from refiner_core.contract.types import StageIO
 
 #: Limit of waiting for each message of the other end, seconds.
 PATIENCE_S = 30.0
+_ACCEPT_S = 0.2
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,58 @@ def greet(connection: Connection, key: bytes) -> None:
     deliver_challenge(connection, key)
     answer_challenge(connection, key)
     _limit(connection, 0.0)
+
+
+def send(connection: Connection, value: Mapping[str, Any]) -> None:
+    """Send a JSON value."""
+    connection.send_bytes(json.dumps(value).encode())
+
+
+def receive(connection: Connection) -> dict[str, Any]:
+    """The next JSON value."""
+    value: dict[str, Any] = json.loads(connection.recv_bytes())
+    return value
+
+
+def accept_nodes(
+    listener: socket.socket, key: bytes, count: int, limit_s: float
+) -> dict[int, tuple[Connection, dict[str, Any]]]:
+    """Connections of a job's other nodes by number, each with its first message; clients without
+    the key are turned away.
+
+    Raises
+    ------
+    LaunchError
+        Not all came within the limit.
+    """
+    found: dict[int, tuple[Connection, dict[str, Any]]] = {}
+
+    def answer(connection: Connection) -> None:
+        try:
+            greet(connection, key)
+            hello = receive(connection)
+        except (AuthenticationError, EOFError, OSError) as error:
+            log.warning("a client without the key has connected to the first node: %r", error)
+            connection.close()
+        else:
+            found[int(hello["node"])] = (connection, hello)
+
+    listener.settimeout(_ACCEPT_S)
+    deadline = time.monotonic() + limit_s
+    while len(found) < count:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"Only {len(found)} of the job's {count} other nodes connected in {limit_s:.0f} s",
+                expected="a task of the job on every node, which can reach the first node",
+                fix="see the stage's log (`refiner logs STAGE`), and the job's in the attempt's "
+                "`submitit` folder",
+            )
+        with suppress(TimeoutError):
+            accepted, _ = listener.accept()
+            # A silent client must not delay the others.
+            client = (Connection(accepted.detach()),)
+            threading.Thread(target=answer, args=client, daemon=True).start()
+    return found
 
 
 def is_own(connection: Connection) -> bool:

@@ -49,7 +49,7 @@ from infra.jobs.failures import class_of_text
 from infra.jobs.signals import SlurmJob
 from infra.process.stacks import stacks_of
 from infra.ranks.agent import ignore_stop_signals
-from infra.ranks.bridge import Bridge, greet, shut
+from infra.ranks.bridge import Bridge, accept_nodes, receive, send, shut
 from infra.ranks.messages import (
     MARK,
     ORDER,
@@ -66,8 +66,10 @@ from refiner_core.contract.errors import (
     Interrupted,
     KilledError,
     LaunchError,
+    NodeLost,
     RanksDisagree,
     StageFailed,
+    in_rank,
 )
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.types import Progress, StageIO
@@ -132,7 +134,6 @@ class OtherNodes:
         address = node_address()
         self._key = secrets.token_bytes(32)
         self._listener = socket.create_server((address, 0), backlog=_BACKLOG)
-        self._listener.settimeout(_WAIT_S)
         #: Address of rank 0.
         self.meeting = f"{address}:{free_port(address)}"
         self._note = {
@@ -143,6 +144,8 @@ class OtherNodes:
             "restart": job.restart,
         }
         self._nodes: dict[int, Connection] = {}
+        #: Names of nodes whose connection ended before their agent had, by number.
+        self.lost: dict[int, str] = {}
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._readers: list[threading.Thread] = []
 
@@ -167,10 +170,13 @@ class OtherNodes:
         LaunchError
             Not all nodes connected.
         """
-        self._wait_for_all()
-        for node, connection in list(self._nodes.items()):
-            _send(connection, {"command": commands[node], "settings": dict(settings)})
-            reader = threading.Thread(target=self._read, args=(connection,), daemon=True)
+        joined = accept_nodes(self._listener, self._key, self._count, _COME_S)
+        for node, (connection, hello) in joined.items():
+            log.info("node %d (%s) is ready", node, hello["host"])
+            self._nodes[node] = connection
+            send(connection, {"command": commands[node], "settings": dict(settings)})
+            told = (connection, node, str(hello["host"]))
+            reader = threading.Thread(target=self._read, args=told, daemon=True)
             self._readers.append(reader)
             reader.start()
 
@@ -179,7 +185,7 @@ class OtherNodes:
         among the lines."""
         for connection in list(self._nodes.values()):
             with suppress(OSError):  # a node that is gone sends nothing
-                _send(connection, {"stacks": processes})
+                send(connection, {"stacks": processes})
 
     def lines(self) -> Iterator[str]:
         """Lines printed elsewhere since the last call."""
@@ -193,37 +199,12 @@ class OtherNodes:
             reader.join(max(0.0, deadline - time.monotonic()))
         yield from self.lines()
 
-    def _wait_for_all(self) -> None:
-        deadline = time.monotonic() + _COME_S
-        while len(self._nodes) < self._count:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"Only {len(self._nodes)} of the job's {self._count} other nodes connected in "
-                    f"{_COME_S:.0f} s",
-                    expected="a task of the job on every node, which can reach the first node",
-                    fix="see the job's logs in the attempt's `submitit` folder",
-                )
-            with contextlib.suppress(TimeoutError):
-                accepted, _ = self._listener.accept()
-                knocked = (Connection(accepted.detach()),)
-                threading.Thread(target=self._greet, args=knocked, daemon=True).start()
-
-    def _greet(self, connection: Connection) -> None:
-        """Identify a client; in a thread of its own, so that a silent one blocks no other."""
+    def _read(self, connection: Connection, node: int, host: str) -> None:
         try:
-            greet(connection, self._key)
-            hello = _receive(connection)
-        except (AuthenticationError, EOFError, OSError) as error:
-            log.warning("a client without the key has connected to the worker: %r", error)
-            connection.close()
-        else:
-            log.info("node %s (%s) is ready", hello["node"], hello["host"])
-            self._nodes[int(hello["node"])] = connection
-
-    def _read(self, connection: Connection) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while "line" in (told := _receive(connection)):
+            while "line" in (told := receive(connection)):
                 self._lines.put(told["line"])
+        except (EOFError, OSError):
+            self.lost[node] = host  # unless the worker itself has ended the connection
         # Its agent has ended, or is gone; the connection stays until the worker is done.
 
 
@@ -237,9 +218,9 @@ def wait_for_work(workspace: Workspace, stage_id: str, job: SlurmJob, node: int)
     if connection is None:
         return 0
     with connection:
-        _send(connection, {"node": node, "host": socket.gethostname()})
+        send(connection, {"node": node, "host": job.node})
         try:
-            order = _receive(connection)
+            order = receive(connection)
         except (EOFError, OSError):
             return 0  # the worker ended before it sent any work
         _work(connection, order["command"], order["settings"])
@@ -257,13 +238,13 @@ def _work(connection: Connection, command: str, settings: Mapping[str, str]) -> 
         try:
             while process.code is None and not gone.is_set():
                 for line in process.lines(_WAIT_S):
-                    _send(connection, {"line": line.text})
+                    send(connection, {"line": line.text})
                 while not stacks.empty():
-                    _send(connection, {"line": stacks.get_nowait()})
+                    send(connection, {"line": stacks.get_nowait()})
             if not gone.is_set():
                 for line in process.last_lines():
-                    _send(connection, {"line": line.text})
-                _send(connection, {"code": process.code})
+                    send(connection, {"line": line.text})
+                send(connection, {"code": process.code})
         except OSError:
             return  # the worker is gone, and its request with it
     gone.wait()
@@ -275,7 +256,7 @@ def _watch(
     """Wait for the end of the connection; collect the stacks of ranks when the worker asks for
     them."""
     with contextlib.suppress(EOFError, OSError):
-        while processes := _receive(connection).get("stacks"):
+        while processes := receive(connection).get("stacks"):
             ranks = {int(pid): rank for rank, pid in processes.items()}
             for pid, text in stacks_of(ranks).items():
                 event = {"event": "stacks", "rank": ranks[pid], "text": text[:_STACKS_LIMIT]}
@@ -309,22 +290,13 @@ def _is_of(note: Mapping[str, Any], job: SlurmJob) -> bool:
 # ---------------------------------------------------------------- parts
 
 
-def _send(connection: Connection, value: Mapping[str, Any]) -> None:
-    connection.send_bytes(json.dumps(value).encode())
-
-
-def _receive(connection: Connection) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(connection.recv_bytes())
-    return value
-
-
 @dataclass
 class LaunchFailure:
     """Traces of a failed launch.
 
     ``errors`` are pairs of rank and error, oldest first; ``failures`` the agents', by rank, oldest
     first (``code``, ``pid``, ``late_s`` after the first); ``lines`` the last lines of output;
-    ``code`` is an agent's exit code.
+    ``code`` is an agent's exit code; ``lost`` are the names of nodes that are gone, by number.
     """
 
     errors: list[tuple[int, Exception]] = field(default_factory=list)
@@ -332,6 +304,8 @@ class LaunchFailure:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES))
     code: int | None = None
     oom_kills: int = 0
+    lost: Mapping[int, str] = field(default_factory=dict)
+    ranks_per_node: int = 1
     folder: Path = Path()
     watch: RankWatch = field(default_factory=RankWatch)
 
@@ -363,11 +337,19 @@ def error_of(ended: LaunchFailure) -> Exception:
     own = [error for _, error in ended.errors if not is_consequence(error)]
     hard = [(r, f) for r, f in killed if -f["code"] != signal.SIGABRT]
     if hard and not any(isinstance(error, Interrupted) for error in own):
-        return _killed(ended, *hard[0])
+        return in_rank(_killed(ended, *hard[0]), hard[0][0])
     for error in sorted(own, key=lambda e: isinstance(e, Interrupted)):  # sorted() keeps the order
         return error
+    if ended.lost:
+        node, host = next(iter(ended.lost.items()))
+        error = NodeLost(
+            f"Node {node} of the job ({host}) is gone: its connection ended without a last message",
+            expected="all nodes to live until the stage ends",
+            fix="nothing: the next attempt avoids it, and resumes from the last checkpoint",
+        )
+        return in_rank(error, node * ended.ranks_per_node)
     if killed:  # a library aborted (NCCL's watchdog, a failed check in C++)
-        return _killed(ended, *killed[0])
+        return in_rank(_killed(ended, *killed[0]), killed[0][0])
     spoke = {rank for rank, _ in ended.errors}
     if ended.errors and all(rank in spoke for rank in ended.failures):
         return ended.errors[0][1]
@@ -382,12 +364,6 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def _killed(ended: LaunchFailure, rank: int, failure: Mapping[str, Any]) -> Exception:
-    error = _killed_by(ended, rank, failure)
-    error.rank = rank  # type: ignore[attr-defined]
-    return error
-
-
-def _killed_by(ended: LaunchFailure, rank: int, failure: Mapping[str, Any]) -> Exception:
     number = -failure["code"]
     if number == signal.SIGKILL and ended.oom_kills:
         return MemoryError(f"The kernel killed rank {rank} for lack of memory")
@@ -433,9 +409,7 @@ def _unknown(ended: LaunchFailure, silent: Sequence[int] = ()) -> Exception:
         expected="ranks that end well, or with an error message",
         fix=f"look at the log (`refiner logs STAGE`). Its last lines:\n{shown}",
     )
-    if failures:
-        error.rank = next(iter(failures))
-    return error
+    return in_rank(error, next(iter(failures))) if failures else error
 
 
 def run_ranks(
@@ -482,7 +456,9 @@ def run_ranks(
         io.progress(Progress(0, 0, "starting ranks"))
         watch = watch or RankWatch()
         watch.start()
-        ended, mark = LaunchFailure(folder=folder, watch=watch), secrets.token_hex(16)
+        each = placement.nproc_per_node
+        ended = LaunchFailure(ranks_per_node=each, folder=folder, watch=watch)
+        mark = secrets.token_hex(16)
         meet_at = "" if nodes is None else nodes.meeting
         told = {"placement": asdict(placement), "meet": meet_at, "patience_s": shutdown_s}
         text = json.dumps({**order, **told})
@@ -499,6 +475,7 @@ def run_ranks(
         ended.code = process.code if ended.code is None else ended.code
         ended.take(mark, nodes.last_lines() if nodes is not None else ())
         ended.oom_kills = kernel_oom_kills() - oom_before
+        ended.lost = {} if nodes is None else nodes.lost
         if bridge.report is None or ended.errors:
             raise error_of(ended)
         for rank, failure in ended.failures.items():

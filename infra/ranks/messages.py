@@ -138,11 +138,9 @@ def decode(value: dict[str, Any], where: str = "") -> Exception:
     """The error rebuilt; ``where`` names the origin of its traceback in a note."""
     kind = _class(value["module"], value["name"])
     error = _made(kind, value)
-    if "rank" in value:
-        error.rank = value["rank"]  # type: ignore[attr-defined]
+    vars(error).update({name: value[name] for name in ("rank", "signature") if name in value})
     if text := value.get("traceback"):
         error.add_note(f"{where or 'There'}:\n{text.rstrip()}")
-        error.signature = value["signature"]  # type: ignore[attr-defined]
     if "cause" in value:
         error.__cause__ = decode(value["cause"])
     return error

@@ -16,7 +16,6 @@ is trusted.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import shutil
@@ -28,17 +27,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import count
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from infra.host.processes import node_address
-from infra.ranks.bridge import greet, shut
+from infra.ranks.bridge import accept_nodes, receive, send, shut
 from infra.ranks.messages import decode, encode
 from infra.rollouts.servers import LOOPBACK, LocalRolloutServers, local_servers, vllm_generator
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import Interrupted, KilledError, LaunchError
+from refiner_core.contract.errors import Interrupted, KilledError
 from refiner_core.contract.placement import placement_of
 from refiner_core.contract.types import Endpoint
 from refiner_core.generation.saving import SaveWeights, Weights
@@ -118,9 +116,9 @@ class NodeServers:
     def _call(self, name: str, **values: Any) -> Any:
         with self._lock:
             try:
-                _send(self._connection, {"call": name, **values})
+                send(self._connection, {"call": name, **values})
                 self._wait()
-                answer = _receive(self._connection)
+                answer = receive(self._connection)
             except (EOFError, OSError) as error:
                 raise KilledError(
                     f"Node {self.node} of the job, which has rollout servers, is gone",
@@ -234,12 +232,15 @@ def open_on_nodes(
         elif listener is None:
             connection = Client((host, port), "AF_INET", authkey=bytes.fromhex(given))
             stack.callback(shut, connection)
-            _send(connection, {"node": node, "folder": str(local.memory)})
+            send(connection, {"node": node, "folder": str(local.memory)})
             threading.Thread(target=_serve, args=(connection, local), daemon=True).start()
             yield _saved_in(local.memory, tokenizer)
         else:
-            others = _accepted(listener, key, placed.nodes - 1)
-            remote = [NodeServers(n, *others[n], should_stop, tell) for n in sorted(others)]
+            others = accept_nodes(listener, key, placed.nodes - 1, _COME_S)
+            remote = [
+                NodeServers(node, connection, hello["folder"], should_stop, tell)
+                for node, (connection, hello) in sorted(others.items())
+            ]
             servers = ServersOfNodes([local, *remote], len(placed.server_gpus))
             stack.callback(servers.close)
             yield vllm_generator(config, servers, local.memory, tokenizer)
@@ -257,41 +258,13 @@ def _on_all(ranks: Ranks, prepare: Callable[[], T]) -> T:
     return made  # type: ignore[return-value]
 
 
-def _accepted(listener: socket.socket, key: bytes, count: int) -> dict[int, tuple[Connection, str]]:
-    """Connection and folder of each other node, by its number."""
-    found: dict[int, tuple[Connection, str]] = {}
-    listener.settimeout(_POLL_S)
-    deadline = time.monotonic() + _COME_S
-    while len(found) < count:
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"Only {len(found)} of the job's {count} other nodes connected to the first rank "
-                f"in {_COME_S:.0f} s",
-                expected="nodes that can reach the first node",
-                fix="see the stage's log (`refiner logs grpo`)",
-            )
-        with contextlib.suppress(TimeoutError):
-            accepted, _ = listener.accept()
-            accepted.setblocking(True)
-            connection = Connection(accepted.detach())
-            try:
-                greet(connection, key)
-                hello = _receive(connection)
-            except (AuthenticationError, EOFError, OSError) as error:
-                log.warning("a client without the key connected to the first rank: %r", error)
-                connection.close()
-            else:
-                found[int(hello["node"])] = (connection, str(hello["folder"]))
-    return found
-
-
 def _serve(connection: Connection, local: LocalRolloutServers) -> None:
     """Carry out rank 0's commands, one at a time, until it is gone; then end the servers."""
     local.should_stop = connection.poll  # during a command rank 0 sends nothing, but may leave
     with contextlib.suppress(EOFError, OSError):
         while True:
-            order = _receive(connection)
-            _send(connection, _answer(local, order))
+            order = receive(connection)
+            send(connection, _answer(local, order))
     local.close()
 
 
@@ -303,12 +276,3 @@ def _answer(local: LocalRolloutServers, order: Mapping[str, Any]) -> dict[str, A
         return {"value": asdict(local.replace(order["index"], weights, order["why"]))}
     except Exception as error:
         return {"error": encode(error)}
-
-
-def _send(connection: Connection, value: Mapping[str, Any]) -> None:
-    connection.send_bytes(json.dumps(value).encode())
-
-
-def _receive(connection: Connection) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(connection.recv_bytes())
-    return value

@@ -219,6 +219,9 @@ class SlurmDispatcher:
             status = job_status_of(
                 answer, started, lambda: self._printed(attempt.ref, answer.job_id)
             )
+            if status.end is not None and status.end.failure == "node_failure":
+                failed = self._failed_nodes(answer.node)
+                status = replace(status, end=replace(status.end, node=failed))
             if answer.job_id not in self._ended_by_us or status.end is None:
                 return status
             # Ended by this process, not cancelled by a person.
@@ -231,6 +234,14 @@ class SlurmDispatcher:
                 "dead", running=False, state="unknown to Slurm", reason=why, end=end, lost=True
             )
         return JobStatus("unknown", running=started, reason="no answer from Slurm yet")
+
+    def _failed_nodes(self, nodes: str) -> str:
+        """Those of a job's nodes that have failed, with commas; empty if Slurm does not tell."""
+        try:
+            return ",".join(self._commands.failed_nodes(nodes)) if nodes else ""
+        except SlurmUnavailable as error:
+            log.warning("the failed node among %s is unknown: %s", nodes, error)
+            return ""
 
     def _printed(self, ref: AttemptRef, job_id: str) -> str:
         """The end of a job's output outside its worker's log."""

@@ -65,6 +65,7 @@ _NOT_THERE = re.compile(
     r"|no such process|job is pending execution",
     re.IGNORECASE,
 )
+_FAILED_NODE = re.compile(r"DOWN|FAIL|NOT_RESPONDING|\*")
 #: `sacct --name` needs a window of time; an older job has been found or given up long ago.
 _SINCE = "now-30days"
 
@@ -136,6 +137,12 @@ class RealSlurm:
                 return None
             rows += _rows(done.stdout, _ACCOUNT)
         return rows
+
+    def failed_nodes(self, nodes: str) -> list[str]:
+        """Those of a job's nodes that are down, or do not answer (``n[1-3]``)."""
+        done = self._run("scontrol", "--oneliner", "show", "node", nodes)
+        found = re.findall(r"^NodeName=(\S+).*? State=(\S+)", done.stdout, re.MULTILINE)
+        return [name for name, state in found if _FAILED_NODE.search(state)]
 
     def cancel(self, job_id: str) -> None:
         """End a job; no error if it has already ended."""

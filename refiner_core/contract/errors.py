@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 EXIT_CODES: dict[int, str] = {
     0: "everything that was asked for is done",
@@ -32,6 +35,12 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for the nearest known word, else nothing."""
     hits = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean {hits[0]!r}?" if hits else ""
+
+
+def in_rank(error: _Error, rank: int) -> _Error:
+    """The same error, of any class, with the rank that it comes from as ``rank``."""
+    vars(error)["rank"] = rank
+    return error
 
 
 class RefinerError(Exception):

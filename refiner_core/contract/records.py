@@ -60,7 +60,8 @@ class AttemptOutcome:
     ``step`` is the last finished step. ``signature`` identifies the traceback, so that the same bug
     at the same step is recognised. ``errno`` is the system's error number, if any. ``need_bytes``
     is the size of the failed write when the disk was full: more is needed. ``rank`` is the one of
-    several ranks that failed first, or lags.
+    several ranks that failed first, or lags; ``node`` is the one of several nodes that failed, by
+    its name in Slurm (several with commas), empty if unknown.
     """
 
     failure: FailureClass
@@ -72,6 +73,7 @@ class AttemptOutcome:
     errno: int | None = None
     need_bytes: int | None = None
     rank: int | None = None
+    node: str = ""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from refiner_core.batches import BatchWork
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import (
@@ -72,16 +71,7 @@ from refiner_core.evaluation.metric_names import FAILURE, base_of, domain_of, ta
 from refiner_core.evaluation.metrics import EPISODE_METRICS, FAILURE_METRICS, episode_metrics
 from refiner_core.evaluation.protocol import make_protocol, sampling_params
 from refiner_core.evaluation.results import MeasuredRows, write_results
-from refiner_core.evaluation.run import (
-    FOLDER,
-    SampleUnit,
-    asked,
-    key_of_row,
-    open_generator,
-    rows_of,
-    units_of,
-)
-from refiner_core.generation.reporting import BatchReporter
+from refiner_core.evaluation.run import UnitWork, asked, units_of, work_units
 from refiner_core.samples import OpenServers, PlannedSample, sample_episodes
 
 _Row = dict[str, Any]
@@ -133,25 +123,17 @@ def evaluate_episodes(
     tasks = _held_out(config, data_dir / "rl_test.parquet")
     environment = environment or open_environment(config, evaluation=True, judge=judge)
     units = units_of(config, tasks, DO_NOTHING, whole=environment.deterministic)
-    reporter = BatchReporter(io, sum(len(unit.wanted) for unit in units), "samples")
-    with open_generator(
-        *(config, model_ref, reporter, config.grpo.max_token_length),
+    _, made = work_units(
+        *(_Attempts, config, model_ref, units),
+        io=io,
+        output_dir=output_dir,
+        total=sum(len(unit.wanted) for unit in units),
+        window=config.grpo.max_token_length,
         generator=generator,
         tokenizer=tokenizer,
         open_servers=open_servers,
-    ) as (generator, tokenizer):
-        work = _Attempts(
-            config=config,
-            batches=[unit.wanted for unit in units],
-            generator=generator,
-            tokenizer=tokenizer,
-            io=io,
-            reporter=reporter,
-            folder=output_dir / FOLDER,
-            units=units,
-            environment=environment,
-        )
-        made = rows_of(work, units)
+        environment=environment,
+    )
     domains = domains_of(task.sample_id for task in tasks)
     attempts = {unit.key: asked(config, unit.decoding) for unit in units}
     rows = {key: with_tasks(found, attempts[key], domains) for key, found in made.items()}
@@ -186,11 +168,9 @@ def _held_out(config: RecipeConfig, path: Path) -> list[PromptRow]:
 
 
 @dataclass(eq=False, kw_only=True)
-class _Attempts(BatchWork[_Row]):
+class _Attempts(UnitWork):
     """Attempts by units, including those of the do-nothing agent."""
 
-    what = "The evaluation"
-    units: Sequence[SampleUnit]
     environment: Environment
 
     def __post_init__(self) -> None:
@@ -200,9 +180,6 @@ class _Attempts(BatchWork[_Row]):
     @property
     def keeps_parts(self) -> bool:
         return not self.environment.deterministic
-
-    def key(self, sample: _Row) -> tuple[str, int]:
-        return key_of_row(sample)
 
     def failed(self, sample: _Row) -> bool:
         return bool(sample["status"] == "error")

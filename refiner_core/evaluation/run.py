@@ -27,11 +27,10 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from refiner_core.batches import BatchWork
 from refiner_core.contract.config import RecipeConfig
@@ -58,7 +57,7 @@ from refiner_core.rewards import RewardInput, RewardStream, require_scored
 from refiner_core.samples import OpenServers, PlannedSample, opened_generator, sample_answers
 
 COPIER = "random_copier"
-FOLDER = ".batches"
+_FOLDER = ".batches"
 _Row = dict[str, Any]
 
 
@@ -95,33 +94,74 @@ def units_of(
     return units
 
 
-@contextmanager
-def open_generator(
+@dataclass(eq=False, kw_only=True)
+class UnitWork(BatchWork[_Row]):
+    """Samples of an evaluation, by units; each is a row without its metrics."""
+
+    what = "The evaluation"
+    units: Sequence[SampleUnit]
+
+    def key(self, sample: _Row) -> tuple[str, int]:
+        """See :class:`~refiner_core.batches.BatchWork`."""
+        return str(sample["sample_id"]), int(sample["sample_index"])
+
+
+_Work = TypeVar("_Work", bound=UnitWork)
+
+
+def work_units(
+    kind: type[_Work],
     config: RecipeConfig,
     model_ref: str,
-    reporter: BatchReporter,
-    window: int,
+    units: Sequence[SampleUnit],
     *,
-    generator: Generator | TurnGenerator | None = None,
-    tokenizer: Any = None,
-    open_servers: OpenServers | None = None,
-) -> Iterator[tuple[Any, Any]]:
-    """Generator and tokenizer: the given ones, else the model's, on servers or on the configured
-    device. ``window`` as in :func:`~refiner_core.samples.opened_generator`."""
+    io: StageIO,
+    output_dir: Path,
+    total: int,
+    window: int,
+    generator: Generator | TurnGenerator | None,
+    tokenizer: Any,
+    open_servers: OpenServers | None,
+    **own: Any,
+) -> tuple[_Work, dict[str, list[_Row]]]:
+    """Do the work; returns it, and the rows of each key, in order. Deletes the units' files.
+
+    Generator and tokenizer are the given ones, else the model's, on servers or on the configured
+    device. ``total`` is that of the progress, ``window`` as in
+    :func:`~refiner_core.samples.opened_generator`; ``own`` are further fields of ``kind``.
+    """
     from refiner_core.generation.load import load_tokenizer
 
     if tokenizer is None:
         tokenizer = load_tokenizer(model_ref, config.model)
-    evaluate = config.evaluate
+    reporter, rows = BatchReporter(io, total, "samples"), dict[str, list[_Row]]()
     with opened_generator(
-        *(config, model_ref, tokenizer, evaluate.resources),
-        batch_size=evaluate.batch_size,
+        *(config, model_ref, tokenizer, config.evaluate.resources),
+        batch_size=config.evaluate.batch_size,
         reporter=reporter,
         window=window,
         given=generator,
         open_servers=open_servers,
     ) as made:
-        yield made, tokenizer
+        work = kind(
+            config=config,
+            batches=[unit.wanted for unit in units],
+            generator=made,
+            tokenizer=tokenizer,
+            io=io,
+            reporter=reporter,
+            folder=output_dir / _FOLDER,
+            units=units,
+            **own,
+        )
+        try:
+            work.run()
+            reporter.batch(total, "numbers")
+            for number, unit in enumerate(units, start=1):
+                rows.setdefault(unit.key, []).extend(work.rows(number))
+        finally:
+            shutil.rmtree(work.folder, ignore_errors=True)
+    return work, rows
 
 
 def evaluate_model(
@@ -183,30 +223,22 @@ def evaluate_model(
             fix="raise data.held_out_fraction, or give more rows",
         )
     units = units_of(config, prompts, COPIER)
-    reporter = BatchReporter(io, len(units), "samples")
     fresh = None
     if mark and config.evaluate.fresh_reference and isinstance(judge, FreshJudge):
         fresh = judge.fresh(mark)
     window = max(len(row.prompt_ids) for row in prompts) + config.grpo.response_length
-    with open_generator(
-        *(config, model_ref, reporter, window),
+    work, rows = work_units(
+        *(_Answers, config, model_ref, units),
+        io=io,
+        output_dir=output_dir,
+        total=len(units),
+        window=window,
         generator=generator,
         tokenizer=tokenizer,
         open_servers=open_servers,
-    ) as (generator, tokenizer):
-        work = _Answers(
-            config=config,
-            batches=[unit.wanted for unit in units],
-            generator=generator,
-            tokenizer=tokenizer,
-            judge=judge,
-            io=io,
-            reporter=reporter,
-            folder=output_dir / FOLDER,
-            units=units,
-            reference_judge=fresh or judge,
-        )
-        rows = rows_of(work, units)
+        judge=judge,
+        reference_judge=fresh or judge,
+    )
     measured = [
         MeasuredRows(
             make_protocol(config, prompts, decoding, data_digest, protocol_file), rows[decoding]
@@ -221,29 +253,11 @@ def evaluate_model(
     return write_results(output_dir, config, names, measured, copied, judge_usage=usage, **told)
 
 
-def rows_of(work: BatchWork[_Row], units: Sequence[SampleUnit]) -> dict[str, list[_Row]]:
-    """Do the work; returns the rows of each key, in order. Deletes the units' files."""
-    try:
-        work.run()
-        work.reporter.batch(work.reporter.total, "numbers")
-        rows: dict[str, list[_Row]] = {}
-        for number, unit in enumerate(units, start=1):
-            rows.setdefault(unit.key, []).extend(work.rows(number))
-        return rows
-    finally:
-        shutil.rmtree(work.folder, ignore_errors=True)
-
-
 @dataclass(eq=False, kw_only=True)
-class _Answers(BatchWork[_Row]):
-    """Answers by units, including the copier's. A sample is a row without its metrics."""
+class _Answers(UnitWork):
+    """Answers by units, including the copier's."""
 
-    what = "The evaluation"
-    units: Sequence[SampleUnit]
     reference_judge: Judge
-
-    def key(self, sample: _Row) -> tuple[str, int]:
-        return key_of_row(sample)
 
     def tell(self, number: int, finished: int) -> None:
         if not finished:
@@ -297,8 +311,3 @@ class _Answers(BatchWork[_Row]):
             )
             for one, sample, result in zip(self.batches[number - 1], samples, results, strict=True)
         ]
-
-
-def key_of_row(row: _Row) -> tuple[str, int]:
-    """The sample of a row."""
-    return str(row["sample_id"]), int(row["sample_index"])

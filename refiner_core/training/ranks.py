@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from refiner_core.contract.errors import ConfigurationError, RanksDisagree, StageFailed
+from refiner_core.contract.errors import ConfigurationError, RanksDisagree, StageFailed, in_rank
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.training.pulse import PULSE, is_usual
 
@@ -89,7 +89,7 @@ def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
             outcome = (None, error if ranks.world == 1 else portable(error))
     value, met = ranks.broadcast(outcome)
     if met is not None:
-        raise _in_rank(met, 0)
+        raise in_rank(met, 0)
     return value  # type: ignore[return-value]
 
 
@@ -209,7 +209,7 @@ class TorchRanks(Ranks):
         for rank, other in enumerate(errors):
             if other is not None:
                 other.add_note(f"(rank {rank} of {self.world} ran into this)")
-                raise _in_rank(other, rank)
+                raise in_rank(other, rank)
 
     def line(self) -> TorchRanks:
         """A third group, which closes together with the others."""
@@ -327,14 +327,7 @@ def _disagreement(odd: int, here: str) -> RanksDisagree:
         fix="see the tracebacks of all ranks in `refiner logs STAGE`; a branch on something that "
         "differs between ranks (its data, a random number, a file) is the usual cause",
     )
-    error.rank = odd
-    return error
-
-
-def _in_rank(error: BaseException, rank: int) -> BaseException:
-    """The error, with the rank that it comes from."""
-    error.rank = rank  # type: ignore[attr-defined]
-    return error
+    return in_rank(error, odd)
 
 
 def portable(error: BaseException) -> BaseException:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.jobs.failures import nodes_to_avoid
 from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import RealSlurm, Row, SlurmUnavailable
 from infra.slurm.states import facts_of_accounts
@@ -135,6 +136,28 @@ def test_a_lost_node_requeues_a_job_or_is_a_node_failure(slurm: Cluster, tmp_pat
         slurm.start_node("n3")
     assert (status.end.failure, status.node) == ("node_failure", "n3")
     assert campaign.wait_dead(request, 40).state == "COMPLETED"
+
+
+def test_of_a_job_on_two_nodes_the_one_that_failed_is_avoided(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    campaign = on(tmp_path, nodelist="n2,n3", requeue=False)
+    campaign.behave({"work_s": 60})
+    (lost,) = campaign.submit(campaign.claim(resources=replace(SMALL, nodes=2)))
+    campaign.wait_begun(lost)
+    try:
+        slurm.kill_node("n3")
+        status = campaign.wait_dead(lost)
+    finally:
+        slurm.start_node("n3")
+    assert (status.end.failure, status.node, status.end.node) == ("node_failure", "n[2-3]", "n3")
+    campaign.workspace.close_attempt(*lost.ref, status.end)
+    attempt = campaign.workspace.read_attempt(*lost.ref)
+    assert attempt is not None
+    assert attempt.outcome is not None
+    assert nodes_to_avoid([attempt, replace(attempt, outcome=None)]) == ("n3",)
+    unknown = replace(attempt, outcome=replace(attempt.outcome, node=""), node="n2")
+    assert nodes_to_avoid([attempt, unknown]) == ("n3", "n2")
 
 
 def test_failed_nodes_are_avoided_unless_none_is_left(campaign: Campaign) -> None:

@@ -39,6 +39,7 @@ from refiner_core.contract.errors import (
     JudgeOutage,
     KilledError,
     LaunchError,
+    NodeLost,
     NoSpaceError,
     NotFiniteError,
     RefinerError,
@@ -286,6 +287,12 @@ def test_the_first_cause_counts_and_not_its_consequence(
             *(KilledError, "Rank 1 (process 99)", "killed"),
         ),
         (LaunchFailure(failures={1: failure(-9)}, oom_kills=1), MemoryError, "", "out_of_memory"),
+        (
+            LaunchFailure(
+                errors=[(0, GONE)], failures={0: failure(1)}, lost={1: "n7"}, ranks_per_node=4
+            ),
+            *(NodeLost, "Node 1 of the job (n7) is gone", "node_failure"),
+        ),
         (
             LaunchFailure(
                 lines=["DistNetworkError: The server socket has failed: EADDRINUSE"], code=1

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from infra.attempt.attempt import stall_clock
+from infra.attempt.rank_watch import RankWatch
 from infra.attempt.stalls import (
     PhaseTimes,
     RankState,
@@ -47,6 +48,25 @@ def test_a_limit_is_three_times_the_longest_silence_and_the_floor() -> None:
 
 def test_what_was_never_completed_gets_the_most() -> None:
     assert first_stall(clock_after({}), 7300.0) == pytest.approx(CAP_S, abs=2.1)
+
+
+def test_of_several_nodes_the_one_that_fell_silent_first_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, watch = 0.0, RankWatch()
+    monkeypatch.setattr("infra.attempt.rank_watch.time.monotonic", lambda: now)
+
+    def beat(*ranks: int) -> None:
+        for rank in ranks:
+            watch.take({"event": "beat", "rank": rank, "node": f"n{rank // 2 + 1}"})
+
+    assert watch.node_of(None) == ""
+    beat(0, 1, 2, 3)
+    assert (watch.node_of(1), watch.node_of(2)) == ("n1", "n2")
+    now = 60.0  # all have ended
+    assert watch.node_of(None) == ""
+    beat(0, 1, 3)
+    assert watch.node_of(None) == "n2"
 
 
 def test_a_suspended_job_or_file_system_is_no_stall() -> None:
