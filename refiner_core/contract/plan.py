@@ -78,11 +78,14 @@ def published_steps(config: RecipeConfig) -> tuple[int, ...]:
         return tuple(range(save_freq, last, save_freq))
     most = last if model == "grpo" else math.inf
     can_be = [s for s in publish.steps if s == most or (0 < s < most and s % save_freq == 0)]
+    instead = {*can_be}
+    if not can_be or max(publish.steps) > most:
+        instead.add(last if model == "grpo" else save_freq)
     refuse(
         not publish.steps or len(set(can_be)) != len(publish.steps),
         f"publish.which publish.steps {model}.save_freq",
         f"steps up to {most:g} at which {model} saves (multiples of {model}.save_freq), each once",
-        "correct publish.steps",
+        f"add publish.steps=[{','.join(map(str, sorted(instead)))}], or other such steps",
     )
     return tuple(sorted(s for s in can_be if s != most))
 

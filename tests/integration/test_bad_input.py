@@ -43,7 +43,11 @@ def check_refusal(done: Finished, code: int, *says: str) -> None:
         (["run", "tiny", "grpo.pack_length=64"], 2, ["grpo.pack_length >= "]),
         (["plan", "tiny", "data.rl_path=gone.jsonl"], 3, ["gone.jsonl", "data.rl_path="]),
         (["plan", "tiny", "data.rl_path=who/what"], 2, ["data.rl_revision=COMMIT"]),
-        (["run", "tiny", "publish.which=listed"], 2, ["`publish.steps` is []", "grpo.save_freq"]),
+        (
+            ["run", "tiny", "publish.which=listed"],
+            2,
+            ["`publish.steps` is []", "add publish.steps=[70]"],
+        ),
         (
             ["run", "tiny", "dispatch.executor=slurm", "dispatch.profile=nowhere.yaml"],
             2,
