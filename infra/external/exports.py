@@ -31,6 +31,8 @@ COMPANIONS = (
     *("added_tokens.json", "vocab.*", "merges.txt", "chat_template.*", "*.model", "*.tiktoken"),
 )
 _NEEDED = ("config.json", "tokenizer_config.json", "*.safetensors")
+#: A file with a part of the weights, and what it is loaded by.
+_SHARD, _INDEX = "*-of-*.safetensors", "*.safetensors.index.json"
 _CHUNK = 4 << 20
 
 
@@ -123,7 +125,8 @@ def missing_in(source: Path, companions: Path | None = None) -> list[str]:
 def lacking(names: Iterable[str]) -> list[str]:
     """Patterns of files that a model of these files lacks to be loaded and published."""
     there = [*names]
-    return [need for need in _NEEDED if not any(matches(name, (need,)) for name in there)]
+    needed = [*_NEEDED, *(_INDEX for name in there if matches(name, (_SHARD,)))]
+    return [need for need in dict.fromkeys(needed) if not any(matches(n, (need,)) for n in there)]
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
