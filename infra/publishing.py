@@ -152,8 +152,8 @@ class Target(Protocol):
 
 def report_of(published: PublishedFiles, publication: Publication) -> dict[str, Any]:
     """Values for a stage's report, which other parts of refiner read."""
-    told = {"repo_id": publication.repo_id, "step": publication.step, "verified": True}
-    return {**asdict(published), **told, "only_these": publication.only_these}
+    facts = {"repo_id": publication.repo_id, "step": publication.step, "verified": True}
+    return {**asdict(published), **facts, "only_these": publication.only_these}
 
 
 def own_evidence(publication: Publication) -> PublishedState | None:

@@ -95,7 +95,7 @@ class ReclaimedBytes(NamedTuple):
 
 
 def plan_reclaim(
-    stock: Inventory, need_bytes: int | None, need_inodes: int = 0, *, judgements: bool = False
+    inventory: Inventory, need_bytes: int | None, need_inodes: int = 0, *, judgements: bool = False
 ) -> list[Candidate]:
     """Candidates to free ``need_bytes`` and ``need_inodes``; None: all that may go.
 
@@ -103,7 +103,7 @@ def plan_reclaim(
     published weights and judgements stay. Without a need, judgements go only with ``judgements``.
     """
 
-    order = sorted(_candidates(stock), key=lambda c: c.rank)
+    order = sorted(_candidates(inventory), key=lambda c: c.rank)
     if need_bytes is None:
         return [c for c in order if judgements or c.rank is not ReclaimOrder.JUDGEMENTS]
     gained_bytes = gained_inodes = 0
@@ -117,17 +117,17 @@ def plan_reclaim(
     return [c for c in order if c.rank < ReclaimOrder.WEIGHTS]
 
 
-def _candidates(stock: Inventory) -> Iterator[Candidate]:
+def _candidates(inventory: Inventory) -> Iterator[Candidate]:
 
-    for item in stock.items:
-        facts = stock.stages.get(item.stage_id)
-        if item.kind == "code" and item.path.name in stock.idle_code:
+    for item in inventory.items:
+        facts = inventory.stages.get(item.stage_id)
+        if item.kind == "code" and item.path.name in inventory.idle_code:
             yield _candidate(ReclaimOrder.CODE, item, "only finished runs have used it")
         if item.kind == "judgements":  # its writer starts another one when it is gone
             yield _candidate(ReclaimOrder.JUDGEMENTS, item, "to judge it again costs calls")
         if facts is None or facts.pinned:
             continue
-        if item.path in stock.damaged:
+        if item.path in inventory.damaged:
             yield _candidate(ReclaimOrder.LEFTOVER, item, "damaged, and of no use")
         elif item.kind == "temporary" and _is_leftover(item, facts):
             yield _candidate(
@@ -137,8 +137,8 @@ def _candidates(stock: Inventory) -> Iterator[Candidate]:
             yield _candidate(
                 ReclaimOrder.SUPERSEDED, item, "of an attempt that did not make the result"
             )
-    yield from _checkpoints(stock)
-    for stage_id, facts in stock.stages.items():
+    yield from _checkpoints(inventory)
+    for stage_id, facts in inventory.stages.items():
         for item in () if facts.pinned else facts.spare:
             if item.kind == "temporary":
                 yield _candidate(
@@ -178,20 +178,20 @@ def _may_go(facts: StageFacts) -> bool:
     )
 
 
-def _checkpoints(stock: Inventory) -> Iterator[Candidate]:
+def _checkpoints(inventory: Inventory) -> Iterator[Candidate]:
     by_stage: dict[str, list[DiskItem]] = {}
-    for item in stock.items:
+    for item in inventory.items:
         if item.kind == "checkpoints":
             by_stage.setdefault(item.stage_id, []).append(item)
     for stage_id, items in by_stage.items():
-        facts = stock.stages.get(stage_id)
+        facts = inventory.stages.get(stage_id)
         if facts is None or facts.pinned:
             continue
         items.sort(key=lambda i: -1 if i.step is None else i.step)
         rank, why = ReclaimOrder.FINISHED, "the stage is done, so it is not needed to resume"
         if not facts.done:
             rank, why = ReclaimOrder.OLDER, "there is a newer complete one"
-            items = [i for i in items if i.path in stock.complete][:-1]
+            items = [i for i in items if i.path in inventory.complete][:-1]
         yield from (_candidate(rank, i, why) for i in items if i.step not in facts.held)
 
 
@@ -199,22 +199,22 @@ def _checkpoints(stock: Inventory) -> Iterator[Candidate]:
 
 
 def carry_out(
-    workspace: Workspace, candidates: Iterable[Candidate], look: CopyCheck | None = None
+    workspace: Workspace, candidates: Iterable[Candidate], copies: CopyCheck | None = None
 ) -> ReclaimedBytes:
     """Delete candidates, each after another check of its protection. Never raises: failures are
     logged and not counted.
 
-    ``look`` checks the copies of published weights; reused over several calls, it remembers which
+    ``copies`` checks the copies of published weights; reused over several calls, it remembers which
     Hub cannot be reached.
     """
     total, items = 0, []
-    look, is_whole = look or CopyCheck(), functools.cache(_is_whole)
+    copies, is_whole = copies or CopyCheck(), functools.cache(_is_whole)
     for candidate in candidates:
         path = candidate.path
         try:
             if not _still_may_go(workspace, candidate, is_whole):
                 continue
-            _delete(workspace, candidate, look)
+            _delete(workspace, candidate, copies)
         except (OSError, ValueError, RefinerError) as error:
             log.warning("%s was not reclaimed: %s", candidate.path, error)
             continue
@@ -264,10 +264,10 @@ def _still_may_go(
     return True
 
 
-def _delete(workspace: Workspace, candidate: Candidate, look: CopyCheck) -> None:
+def _delete(workspace: Workspace, candidate: Candidate, copies: CopyCheck) -> None:
     path = candidate.path
     if candidate.weights is not None:
-        _delete_weights(workspace, candidate.stage_id, candidate.weights, look)
+        _delete_weights(workspace, candidate.stage_id, candidate.weights, copies)
         return
     # Hidden first, then one more check: a reader that started before the check gets it back, and a
     # later one sees that it is gone. (A run records itself first, then ensures its code.)
@@ -297,9 +297,11 @@ def _delete(workspace: Workspace, candidate: Candidate, look: CopyCheck) -> None
     atomic.remove_tree(hidden)
 
 
-def _delete_weights(workspace: Workspace, stage_id: str, weights: Weights, look: CopyCheck) -> None:
+def _delete_weights(
+    workspace: Workspace, stage_id: str, weights: Weights, copies: CopyCheck
+) -> None:
     copy = weights.copy
-    doubt = "there is no copy" if copy is None else look.doubt(copy, weights.files)
+    doubt = "there is no copy" if copy is None else copies.doubt(copy, weights.files)
     doubt = doubt or protection_of(workspace, stage_id)  # last: it may be needed by now
     if copy is None or doubt:
         raise ValueError(doubt)

@@ -252,7 +252,7 @@ def _why_idle(
     callers = None if known is None else known.get(hold.waiting, [])
     if callers == []:
         return "no recorded run has the stage that waits for it"
-    if callers is None or not all(cancelled and not works for _, cancelled, works in callers):
+    if callers is None or not all(cancelled and not live for _, cancelled, live in callers):
         return ""
     return f"cancelled: {', '.join(run for run, _, _ in callers)}"
 
@@ -263,11 +263,11 @@ def _callers(workspace: Workspace) -> dict[str, list[Caller]] | None:
     try:
         for run in map(workspace.read_run, workspace.run_ids()):
             asked = workspace.cancel_asked(run.run)
-            works = orchestrator_of(workspace, run.run).works
+            live = orchestrator_of(workspace, run.run).works
             for name, stage_id in run.stages.items():
                 named = None if asked is None else asked["stages"]
                 ended = named is not None and (not named or not {name, stage_id}.isdisjoint(named))
-                found.setdefault(stage_id, []).append((run.run, ended, works))
+                found.setdefault(stage_id, []).append((run.run, ended, live))
     except (RefinerError, ValueError, KeyError) as error:
         log.warning("no hold is released, because a record is unreadable: %s", error)
         return None
@@ -409,9 +409,9 @@ def spare_of(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[
     if record.result is not None:
         return ()
     found, keep = recorded_checkpoints(workspace, stage_id)
-    works = record.state == "claimed"
-    remains = [] if works else unfinished(found)
-    saved = found[:-1] if works else [c for c in found if c not in remains]
+    running = record.state == "claimed"
+    remains = [] if running else unfinished(found)
+    saved = found[:-1] if running else [c for c in found if c not in remains]
     return (
         *(DiskItem(c.path, "temporary", size_of(c.path), stage_id) for c in remains),
         *(DiskItem(c.path, "checkpoints", size_of(c.path), stage_id) for c in older(saved, keep)),

@@ -226,12 +226,12 @@ class DiskManager:
         """Bytes missing for ``need_bytes``, after the margin and the reservations of others; 0 if
         it fits. A lack of inodes counts as bytes too."""
         self._read_only = False
-        room = self.room(fresh=fresh)
+        space = self.room(fresh=fresh)
         margin = int(self.config.margin_gb * _GIB)
-        missing = need_bytes + margin + self.reserved(ref) - room.free_bytes
+        missing = need_bytes + margin + self.reserved(ref) - space.free_bytes
         if missing > 0:
             return missing
-        fits = not self._missing_inodes(room, ref) and self._write_goes_through(need_bytes, fresh)
+        fits = not self._missing_inodes(space, ref) and self._write_goes_through(need_bytes, fresh)
         return 0 if fits else max(1, need_bytes)
 
     def need_of(self, stage_id: str) -> int:
@@ -249,13 +249,13 @@ class DiskManager:
 
     def status_line(self) -> str:
         """Text for people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``; or few free inodes."""
-        room, reserved = self.room(), self.reserved()
-        if room.free_inodes is not None and room.free_inodes < _FEW_INODES:
-            text = f"{room.free_inodes:,} more files and folders (inodes) possible"
-        elif room.used_bytes is None or room.limit_bytes is None:
-            text = f"{gib(room.free_bytes)} free"
+        space, reserved = self.room(), self.reserved()
+        if space.free_inodes is not None and space.free_inodes < _FEW_INODES:
+            text = f"{space.free_inodes:,} more files and folders (inodes) possible"
+        elif space.used_bytes is None or space.limit_bytes is None:
+            text = f"{gib(space.free_bytes)} free"
         else:
-            used, limit = room.used_bytes / _GIB, room.limit_bytes / _GIB
+            used, limit = space.used_bytes / _GIB, space.limit_bytes / _GIB
             digits = 1 if limit >= 1 else 3
             text = f"{used:,.{digits}f} of {limit:,.{digits}f} GiB used"
         return f"{text}, {gib(reserved)} reserved" if reserved else text
@@ -364,11 +364,11 @@ class DiskManager:
         parameters = model_size(Path(name).expanduser(), name).parameters or 0
         return parameters * STATE_BYTES.get(dtype, max(STATE_BYTES.values()))
 
-    def _missing_inodes(self, room: FreeSpace, ref: AttemptRef | None) -> int:
-        if room.free_inodes is None:
+    def _missing_inodes(self, space: FreeSpace, ref: AttemptRef | None) -> int:
+        if space.free_inodes is None:
             return 0
         saves = 1 + len(self.ledger.others(ref))
-        return max(0, SAVE_INODES * saves - room.free_inodes)
+        return max(0, SAVE_INODES * saves - space.free_inodes)
 
     def _write_goes_through(self, need_bytes: int, fresh: bool) -> bool:
         """Test by writing, which also finds quotas that no tool shows. A success holds for two
@@ -392,14 +392,14 @@ class DiskManager:
         self._cached = self._wrote = None
 
     def _no_space(self, need_bytes: int, ref: AttemptRef) -> NoSpaceError:
-        room = self.room()
+        space = self.room()
         if self._read_only:
             why = OSError(errno.EROFS, os.strerror(errno.EROFS))
             return no_space_error(self.workspace.layout.data, "waiting for space", why)
         missing = self.lacking(self.shortage(need_bytes, ref), ref)
         return NoSpaceError(
             f"No space for {gib(need_bytes)} in {self.workspace.layout.data}: {missing} are "
-            f"missing ({self.status_line()}, by {room.source})",
+            f"missing ({self.status_line()}, by {space.source})",
             expected="free space on the disk, and in the quota of the user or group",
             fix="see `refiner disk`, free some space and run the same command again",
         )
@@ -469,10 +469,10 @@ class DiskWatch:
 
     def look(self) -> None:
         """Check once, and act on the result."""
-        room = self.disk_manager.room(fresh=True)
-        above = room.share >= self.disk_manager.config.warn_share
+        space = self.disk_manager.room(fresh=True)
+        above = space.share >= self.disk_manager.config.warn_share
         if above and not self._warned:
-            self._tell("warn", f"{room.share:.0%} used: {self.disk_manager.status_line()}", 0)
+            self._tell("warn", f"{space.share:.0%} used: {self.disk_manager.status_line()}", 0)
         self._warned, need = above, self._need()
         if need <= 0:
             return

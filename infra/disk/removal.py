@@ -84,10 +84,10 @@ def plan_removal(
     """
     recorded = _recorded(workspace)
     trials = {run for name in sweeps for run in _runs_of_sweep(name, recorded)}
-    stock = read_inventory(workspace)
+    inventory = read_inventory(workspace)
     refused: dict[str, str] = {}
     for name in {*runs, *trials}:
-        reason = _protection(workspace, recorded[name], stock, unverified)
+        reason = _protection(workspace, recorded[name], inventory, unverified)
         if (trial := trial_of(recorded[name].provenance)) and name not in trials:
             reason = reason or f"it is a trial; remove the sweep {trial[0]}"
         if reason:
@@ -103,8 +103,8 @@ def plan_removal(
     gone = [n for n in recorded if n in ({*runs} | freed) and n not in refused]
     wanted = [i for name in gone for i in recorded[name].stages.values() if not is_service(i)]
     needed = _needed_by_others(workspace, {*gone}, {*gone_sweeps})
-    stages = tuple(i for i in dict.fromkeys(wanted) if i not in needed and i in stock.stages)
-    sizes = sum(item.size.gain for item in stock.items if item.stage_id in stages)
+    stages = tuple(i for i in dict.fromkeys(wanted) if i not in needed and i in inventory.stages)
+    sizes = sum(item.size.gain for item in inventory.items if item.stage_id in stages)
     sizes += sum(size_of(workspace.layout.run(name).folder).gain for name in gone)
     shared = {i: needed[i] for i in dict.fromkeys(wanted) if i in needed}
     return RemovalPlan(tuple(gone), tuple(gone_sweeps), refused, stages, shared, sizes)
@@ -226,13 +226,15 @@ def _runs_of_sweep(name: str, recorded: Mapping[str, RunRecord]) -> Iterator[str
             yield run.run
 
 
-def _protection(workspace: Workspace, run: RunRecord, stock: Inventory, unverified: bool) -> str:
+def _protection(
+    workspace: Workspace, run: RunRecord, inventory: Inventory, unverified: bool
+) -> str:
     """Reason why a run has to stay; empty if there is none."""
     if orchestrator_of(workspace, run.run).works:
         return "it is running; cancel it first"
-    verified = {copy.by for copies in stock.copies.values() for copy in copies}
+    verified = {copy.by for copies in inventory.copies.values() for copy in copies}
     for name, stage_id in run.stages.items():
-        facts = stock.stages.get(stage_id)
+        facts = inventory.stages.get(stage_id)
         if facts is None:
             continue
         if facts.pinned:

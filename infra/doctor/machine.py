@@ -62,9 +62,9 @@ def _shared_memory(info: SystemInfo) -> CheckResult | None:
         return found(state, "not a folder that can be written to", fix, why, name=name)
     parameters = size_of_model(info.config).parameters or 0
     wanted = parameters * WEIGHT_BYTES[info.config.model.dtype]
-    room = shutil.disk_usage(folder).free
-    what = f"{gib(room)} free, the policy's weights take {gib(wanted)}"
-    if room >= wanted:
+    free = shutil.disk_usage(folder).free
+    what = f"{gib(free)} free, the policy's weights take {gib(wanted)}"
+    if free >= wanted:
         return fine(what, name=name)
     fix = f"sudo mount -o remount,size={2 * wanted >> 30}G {folder}"
     return found(state, what, fix, why, name=name)
@@ -120,17 +120,17 @@ _FLEETING = ("tmpfs", "ramfs")
 
 def _folder(info: SystemInfo) -> list[CheckResult]:
     root = info.workspace
-    room = Workspace.read_only(root)  # refuses a newer format, or no folder
+    workspace = Workspace.read_only(root)  # refuses a newer format, or no folder
     place = existing(root)
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         what = f"{place} cannot be written to by user {os.geteuid()}"
         fix, why = f"{info.command('run')} workspace=DIR", "it holds all records of a run"
         return [found(doubtful(info.recipe), what, fix, why)]
-    if not room.layout.format_file.exists():
+    if not workspace.layout.format_file.exists():
         where = "is created by the first run" if not root.exists() else "has no run yet"
         return [fine(f"{root} {where}; {place} can be written to")]
-    refuse_doubtful(room.layout)
-    runs = len(room.run_ids())
+    refuse_doubtful(workspace.layout)
+    runs = len(workspace.run_ids())
     return [fine(f"{root}: {runs} run{'s' * (runs != 1)}, format {FORMAT} is understood")]
 
 
@@ -167,17 +167,17 @@ def _space(info: SystemInfo) -> Iterator[CheckResult]:
 
 def _space_of(info: SystemInfo, prefix: str, folder: Path) -> Iterator[CheckResult]:
     mount, disk = mount_of(folder), info.config.disk
-    room = Prober(folder, disk, measure=lambda: size_of(folder), mount=mount).look()
-    what = _space_text(room)
+    space = Prober(folder, disk, measure=lambda: size_of(folder), mount=mount).look()
+    what = _space_text(space)
     least = max(1 << 30, int(disk.margin_gb * 2**30))
-    full = room.free_bytes < least or (room.free_inodes is not None and room.free_inodes < 1000)
-    if full or room.share > disk.warn_share:
-        state = doubtful(full and info.recipe and room.free_bytes < 1 << 20)
+    full = space.free_bytes < least or (space.free_inodes is not None and space.free_inodes < 1000)
+    if full or space.share > disk.warn_share:
+        state = doubtful(full and info.recipe and space.free_bytes < 1 << 20)
         fix = f"refiner disk --reclaim workspace={info.workspace}"
         yield found(state, what, fix, "a run pauses when the disk is full", name=f"{prefix}room")
     else:
         yield fine(what, name=f"{prefix}room")
-    if not room.knows_quota and mount.type.startswith(_SHARED):
+    if not space.knows_quota and mount.type.startswith(_SHARED):
         yield found(
             "warning",
             f"the quota on {mount.type} at {mount.point} is unknown: free figures of the "
@@ -188,12 +188,12 @@ def _space_of(info: SystemInfo, prefix: str, folder: Path) -> Iterator[CheckResu
         )
 
 
-def _space_text(room: FreeSpace) -> str:
-    free = "no limit" if room.free_bytes >= UNLIMITED else f"{gib(room.free_bytes)} free"
-    limit = f" of {gib(room.limit_bytes)}" if room.limit_bytes else ""
-    inodes = "" if room.free_inodes is None else f", {room.free_inodes:,} files"
-    quota = "" if room.knows_quota else "; no quota is known there"
-    return f"{free}{limit}{inodes}, says {room.source}{quota}"
+def _space_text(space: FreeSpace) -> str:
+    free = "no limit" if space.free_bytes >= UNLIMITED else f"{gib(space.free_bytes)} free"
+    limit = f" of {gib(space.limit_bytes)}" if space.limit_bytes else ""
+    inodes = "" if space.free_inodes is None else f", {space.free_inodes:,} files"
+    quota = "" if space.knows_quota else "; no quota is known there"
+    return f"{free}{limit}{inodes}, says {space.source}{quota}"
 
 
 CHECKS = (

@@ -28,23 +28,23 @@ _ANSWER_S = 8.0
 _OF_TOKENS = "publishing to the Hub, and private or gated models"
 
 
-def _hub_needed(look: SystemInfo) -> bool:
-    return look.publishes or bool(look.needs_network)
+def _hub_needed(info: SystemInfo) -> bool:
+    return info.publishes or bool(info.needs_network)
 
 
 def _switched_off() -> list[str]:
     return [n for n in _SWITCHES if os.environ.get(n, "").upper() in ("1", "ON", "YES", "TRUE")]
 
 
-def _endpoint(look: SystemInfo) -> CheckResult:
-    address, needed = masked(endpoint_now()), _hub_needed(look)
+def _endpoint(info: SystemInfo) -> CheckResult:
+    address, needed = masked(endpoint_now()), _hub_needed(info)
     if off := _switched_off():
-        stages = look.needs_network or (["publish"] if look.publishes else [])
+        stages = info.needs_network or (["publish"] if info.publishes else [])
         needing = f", and {', '.join(stages)} need the network" if stages else ""
         what, fix = f"{', '.join(off)} set{needing}", f"unset {' '.join(off)}"
         why = "where jobs run without network, refiner sets them itself"
         return found(doubtful(stages), what, fix, why, name="offline switches")
-    if look.offline:
+    if info.offline:
         return found("missing", f"{address} was not asked (offline)")
     status = http_status(endpoint_now(), _ANSWER_S)
     if isinstance(status, int):
@@ -54,34 +54,34 @@ def _endpoint(look: SystemInfo) -> CheckResult:
     return found(absent(needed), f"{address}: {masked(status)}", fix, why)
 
 
-def _token(look: SystemInfo) -> CheckResult:
+def _token(info: SystemInfo) -> CheckResult:
     from huggingface_hub import get_token
 
     where = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "stored by `hf auth login`"
     if get_token() is None:
-        return found(absent(look.publishes), "there is none", "hf auth login", _OF_TOKENS)
-    if look.offline or _switched_off():
+        return found(absent(info.publishes), "there is none", "hf auth login", _OF_TOKENS)
+    if info.offline or _switched_off():
         return fine(f"there is one ({where}); it was not tried (offline)")
     try:
-        with open_hub("me/any", look.config.publish, patience_s=_ANSWER_S / 2) as hub:
+        with open_hub("me/any", info.config.publish, patience_s=_ANSWER_S / 2) as hub:
             return fine(f"{where}: {hub.whoami().get('name')}")
     except HubOutage:
         what = f"there is one ({where}); the Hub gives no answer about it"
-        return found(absent(look.publishes), what, "hf auth whoami", _OF_TOKENS)
+        return found(absent(info.publishes), what, "hf auth whoami", _OF_TOKENS)
     except HubRefused as error:
         what = f"{where}: {error.what}"
-        return found(doubtful(look.publishes), what, "hf auth login", _OF_TOKENS)
+        return found(doubtful(info.publishes), what, "hf auth login", _OF_TOKENS)
 
 
-def _publishing(look: SystemInfo) -> list[CheckResult]:
-    if not look.publishes or look.offline or _switched_off():
+def _publishing(info: SystemInfo) -> list[CheckResult]:
+    if not info.publishes or info.offline or _switched_off():
         return []
-    name = f"publishing to {look.config.publish.repo_id}"
+    name = f"publishing to {info.config.publish.repo_id}"
     try:
-        warnings = check_hub(look.config)
+        warnings = check_hub(info.config)
     except RefinerError as error:
         about_token = "token" in error.what.lower() or "logged in" in error.what.lower()
-        fix = f"{look.command('run')} publish.repo_id=OWNER/NAME"
+        fix = f"{info.command('run')} publish.repo_id=OWNER/NAME"
         fix = "hf auth login" if about_token else fix
         return [found("broken", masked(error.what), fix, masked(error.fix), name=name)]
     said = [found("warning", warning, "hf auth whoami", name=name) for warning in warnings]
@@ -94,23 +94,23 @@ _OF_TRACKING = "tracking.wandb=online, and `refiner track sync`"
 _LOGIN = f"{sys.executable} -m wandb login"
 
 
-def _online(look: SystemInfo) -> bool:
-    return look.config.tracking.wandb == "online"
+def _online(info: SystemInfo) -> bool:
+    return info.config.tracking.wandb == "online"
 
 
-def _wandb_key(look: SystemInfo) -> CheckResult | None:
-    if look.config.tracking.wandb == "disabled":
+def _wandb_key(info: SystemInfo) -> CheckResult | None:
+    if info.config.tracking.wandb == "disabled":
         return None
-    address, online = server_address(), _online(look)
+    address, online = server_address(), _online(info)
     shown = masked_address(address)
     if not _has_key(address):
         return found(absent(online), f"there is none for {shown}", _LOGIN, _OF_TRACKING)
-    if look.offline or look.on_node:
+    if info.offline or info.on_node:
         return fine(f"there is one for {shown}; not tried (offline)")
     try:
         check_server(address)
     except RefinerError as error:
-        fix = f"{look.command('run')} tracking.wandb=offline" if online else ""
+        fix = f"{info.command('run')} tracking.wandb=offline" if online else ""
         return found(absent(online), error.what, fix, _OF_TRACKING, name="server")
     return fine(f"there is one for {shown}, which answers (`wandb login --verify` tries the key)")
 
@@ -130,7 +130,7 @@ def _has_key(address: str) -> bool:
 _OF_PREFECT = "flow runs; the work itself continues without them"
 
 
-def _server(look: SystemInfo) -> CheckResult:
+def _server(info: SystemInfo) -> CheckResult:
     status = server_status()
     if status.state == "yours" and status.info is not None:
         return _users(status.info)
@@ -156,13 +156,13 @@ def _users(info: ServerInfo) -> CheckResult:
 # ---------------------------------------------------------------- network
 
 
-def _compute_nodes(look: SystemInfo) -> CheckResult | None:
+def _compute_nodes(info: SystemInfo) -> CheckResult | None:
     """The profile's network setting; on the node: whether the Hub is reached all the same."""
-    if not look.on_slurm:
+    if not info.on_slurm:
         return None
-    says, shown = look.profile.network, masked(endpoint_now())
-    if not look.on_node:
-        local = ", ".join(look.needs_network) or "none of this recipe"
+    says, shown = info.profile.network, masked(endpoint_now())
+    if not info.on_node:
+        local = ", ".join(info.needs_network) or "none of this recipe"
         here = "" if says else f"; stages that need it run on this machine ({local})"
         return fine(f"`network: {str(says).lower()}` in the profile{here}")
     status = http_status(endpoint_now(), _ANSWER_S)

@@ -206,10 +206,10 @@ class TrainerProcess(ChildProcess):
 class LineReader:
     """Reads lines with a pattern whose groups are ``step``, ``total`` and metrics by name."""
 
-    def __init__(self, pattern: str, told: Progress = _NOTHING) -> None:
+    def __init__(self, pattern: str, start: Progress = _NOTHING) -> None:
         self._pattern = re.compile(pattern)
-        self._logged_step = told.done + 1 if told.done else 0
-        self.progress = told
+        self._logged_step = start.done + 1 if start.done else 0
+        self.progress = start
 
     def read(self, line: str) -> dict[str, float] | None:
         """New numbers of the line's step to log; None if it has none of the training. Sets

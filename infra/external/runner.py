@@ -120,34 +120,34 @@ def run_trainer(job: TrainerJob, io: AttemptIO) -> tuple[list[ExternalCheckpoint
         with_metrics = [n for n in before if io.stage.attempt(n).metrics.exists()]
         made_by = (with_metrics or before or [job.call.attempt])[-1]
         io.go_on_from(CompleteCheckpoint(start.step, made_by, start.path))
-    told, ended_at = Progress(0 if start is None else start.step, 0, PHASE), -1
+    progress, ended_at = Progress(0 if start is None else start.step, 0, PHASE), -1
     while True:
         call = replace(job.call, checkpoint=None if start is None else start.path)
-        at_work = _TrainerLoop(replace(job, call=call), io, told)
-        found = _to_its_end(at_work)
-        told = at_work.progress_with(found)
+        loop = _TrainerLoop(replace(job, call=call), io, progress)
+        found = _to_its_end(loop)
+        progress = loop.progress_with(found)
         can_resume = uses(job.command, "resume") and job.command.resume_arguments
-        if told.done >= told.total or told.done <= ended_at or not can_resume:
-            return found, told
-        start, ended_at = newest_complete(found), told.done
+        if progress.done >= progress.total or progress.done <= ended_at or not can_resume:
+            return found, progress
+        start, ended_at = newest_complete(found), progress.done
         log.warning(
             "the trainer has ended well at step %d of %d; it is restarted from %s, to see "
             "whether it continues",
-            *(told.done, told.total, _named(start)),
+            *(progress.done, progress.total, _named(start)),
         )
 
 
-def _to_its_end(at_work: _TrainerLoop) -> list[ExternalCheckpoint]:
+def _to_its_end(loop: _TrainerLoop) -> list[ExternalCheckpoint]:
     """Start the trainer once; returns its checkpoints if it ends well."""
-    job = at_work.job
+    job = loop.job
     try:
-        code = at_work.until_end()
+        code = loop.until_end()
     except NoSpaceError:  # ours; the trainer has ended
         _tidied(job, short=True)
         raise
     found = job.checkpoints()
-    told = at_work.reader.progress
-    if at_work.stopped and not (code == 0 and 0 < told.total <= told.done):
+    progress = loop.reader.progress
+    if loop.stopped and not (code == 0 and 0 < progress.total <= progress.done):
         remove(unfinished(found))
         raise Interrupted(
             f"The trainer was asked to stop and ended with exit code {code}; it resumes from "
@@ -155,18 +155,18 @@ def _to_its_end(at_work: _TrainerLoop) -> list[ExternalCheckpoint]:
             fix="run the same command again",
         )
     if code != 0:
-        kills = kernel_oom_kills() - at_work.oom_before
-        error = error_of(code, at_work.lines, job.call.output, kills)
+        kills = kernel_oom_kills() - loop.oom_before
+        error = error_of(code, loop.lines, job.call.output, kills)
         if all(c.damage for c in found):  # no other sign of the size of a save
-            at_work.io.checkpoints.lost_bytes = sum(signature(c.path)[1] for c in found)
+            loop.io.checkpoints.lost_bytes = sum(signature(c.path)[1] for c in found)
         # The trainer has ended, and half-written files take the space that the outcome needs.
         found = _tidied(job, short=isinstance(error, NoSpaceError))
-        at_work.log.flush(last=True)
+        loop.log.flush(last=True)
         if isinstance(error, ScriptFailed) and (start := job.call.checkpoint) is not None:
             error.fix = f"if it cannot resume from {start}, move that away; else {error.fix}"
-        at_work.io.progress(at_work.progress_with(found))
+        loop.io.progress(loop.progress_with(found))
         raise error
-    at_work.log.flush(last=True)
+    loop.log.flush(last=True)
     return found
 
 
@@ -185,9 +185,9 @@ def _tidied(job: TrainerJob, *, short: bool = False) -> list[ExternalCheckpoint]
 class _TrainerLoop:
     """The loop around one started trainer."""
 
-    def __init__(self, job: TrainerJob, io: AttemptIO, told: Progress) -> None:
+    def __init__(self, job: TrainerJob, io: AttemptIO, progress: Progress) -> None:
         self.job, self.io = job, io
-        self.reader = LineReader(job.command.progress_pattern, told)
+        self.reader = LineReader(job.command.progress_pattern, progress)
         self.stopped = False
         self.lines: deque[str] = deque(maxlen=400)
         self.log = TrainerLog()
@@ -201,13 +201,13 @@ class _TrainerLoop:
 
     def progress_with(self, found: list[ExternalCheckpoint]) -> Progress:
         """Progress from its lines, or else from its newest checkpoint."""
-        told, newest = self.reader.progress, newest_complete(found)
+        progress, newest = self.reader.progress, newest_complete(found)
         if newest is None:
-            return told
-        total = told.total
+            return progress
+        total = progress.total
         if not total and self.job.command.exports == "auto":
             total = trainer_note(newest.path, "max_steps")
-        return replace(told, done=max(told.done, newest.step), total=total)
+        return replace(progress, done=max(progress.done, newest.step), total=total)
 
     def until_end(self) -> int:
         """Start it and wait for its end; returns its exit code."""

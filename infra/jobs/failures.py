@@ -328,9 +328,9 @@ def _began_at(attempt: Attempt) -> int | None:
     """The step that an attempt resumed from; 0 from the start, None if unknown."""
     if attempt.resumed_from_step is not None:
         return attempt.resumed_from_step
-    told = attempt.outcome is not None and attempt.outcome.step is not None
+    known = attempt.outcome is not None and attempt.outcome.step is not None
     first = attempt.number == 1 and attempt.started_at is not None
-    return 0 if told or first else None
+    return 0 if known or first else None
 
 
 def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:

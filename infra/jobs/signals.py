@@ -203,9 +203,9 @@ def _time_is_up(number: int | None, facts: Mapping[str, str]) -> bool:
     if number in (signal.SIGUSR1, signal.SIGUSR2):
         return True  # our own warning ahead of the limit (sbatch --signal)
     near_s = min(_LIMIT_MAX_S, max(_LIMIT_MIN_S, _LIMIT_SHARE * limit))
-    told = os.environ.get(SIGNAL_LEAD, "")
+    lead = os.environ.get(SIGNAL_LEAD, "")
     # Slurm checks limits only every half minute or so, and may warn that much earlier.
-    lead_s = float(told) + _EARLY_S if told.replace(".", "", 1).isdigit() else 0.0
+    lead_s = float(lead) + _EARLY_S if lead.replace(".", "", 1).isdigit() else 0.0
     return limit - ran <= max(near_s, lead_s)
 
 

@@ -226,8 +226,8 @@ class Executor:
                 return
         elif not self._write_end(attempt.ref, outcome):
             return  # it did not fit, or its worker has recorded its own outcome after all
-        told = {"failure": outcome.failure, "message": outcome.message}
-        self._note(action.stage, "closed", attempt=action.attempt, **told)
+        facts = {"failure": outcome.failure, "message": outcome.message}
+        self._note(action.stage, "closed", attempt=action.attempt, **facts)
 
     def _write_end(self, ref: AttemptRef, outcome: AttemptOutcome) -> bool:
         try:
@@ -447,7 +447,7 @@ def end_jobs(
     patience_s
         Limit for the whole call.
     """
-    router, told = make_router(settings, workspace), RateLimitedLog(tell)
+    router, rarely = make_router(settings, workspace), RateLimitedLog(tell)
     observer = Observer(workspace, router, settings)
     asked_at: dict[AttemptRef, float] = {}
 
@@ -492,8 +492,8 @@ def end_jobs(
             if not (left := open_stages(workspace, stages)):
                 return ()
         except OSError as error:
-            told.wait_out(error)
+            rarely.wait_out(error)
             continue
-        told("waiting for " + ", ".join(left))
+        rarely("waiting for " + ", ".join(left))
         time.sleep(POLL_S)
     return open_stages(workspace, stages)

@@ -99,12 +99,12 @@ class Observer:
             if attempt.ref not in self.statuses:
                 continue
             with errors.at(stage_id):
-                look = self._see(attempt, self.statuses[attempt.ref])
-                if look.liveness != "live":
+                status = self._see(attempt, self.statuses[attempt.ref])
+                if status.liveness != "live":
                     records[stage_id] = self._read(stage_id) or records[stage_id]
                 record = records[stage_id]
                 if record.state == "claimed" and record.attempts[-1].number == attempt.ref.number:
-                    seen[stage_id] = look
+                    seen[stage_id] = status
         for stage_id, record in records.items():
             if record.result is not None and stage_id not in errors:
                 self._done[stage_id] = record

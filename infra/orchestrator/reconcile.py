@@ -498,17 +498,17 @@ class _Step:
         """Action of a stage without enough free GPUs, for itself and the services that it would
         start; None if there are enough. A service of a stage that waits is not wanted, so that its
         GPUs do not keep another run's stage waiting for ever."""
-        room, parts = self.observed.gpus, [stage, *self._services_of(stage)]
+        gpus, parts = self.observed.gpus, [stage, *self._services_of(stage)]
         needed = sum(map(self._gpus_of, parts))
-        if room is None or not needed:
+        if gpus is None or not needed:
             return None
         asked = {s.name: s.resources.gpus for s in parts if self.policy.runs_local(s)}
-        if refusal := too_many_gpus(asked, room.total):
+        if refusal := too_many_gpus(asked, gpus.total):
             return Fail(stage, classify(refusal), "failed")
         if needed <= self.free_gpus:
             return None
-        text = f"waits for {needed} GPU{'s' * (needed > 1)}: {self.free_gpus} of {room.total} free"
-        return Wait(stage, f"{text}, {room.users}" if room.users else text)
+        text = f"waits for {needed} GPU{'s' * (needed > 1)}: {self.free_gpus} of {gpus.total} free"
+        return Wait(stage, f"{text}, {gpus.users}" if gpus.users else text)
 
     def _checkpoint(self, stage: PlannedStage, source: str, step: int) -> Action | None:
         """Action of a stage that reads the checkpoint of ``step``; None if it is there."""

@@ -175,8 +175,8 @@ class OtherNodes:
             log.info("node %d (%s) is ready", node, hello["host"])
             self._nodes[node] = connection
             send(connection, {"command": commands[node], "settings": dict(settings)})
-            told = (connection, node, str(hello["host"]))
-            reader = threading.Thread(target=self._read, args=told, daemon=True)
+            values = (connection, node, str(hello["host"]))
+            reader = threading.Thread(target=self._read, args=values, daemon=True)
             self._readers.append(reader)
             reader.start()
 
@@ -201,8 +201,8 @@ class OtherNodes:
 
     def _read(self, connection: Connection, node: int, host: str) -> None:
         try:
-            while "line" in (told := receive(connection)):
-                self._lines.put(told["line"])
+            while "line" in (message := receive(connection)):
+                self._lines.put(message["line"])
         except (EOFError, OSError):
             self.lost[node] = host  # unless the worker itself has ended the connection
         # Its agent has ended, or is gone; the connection stays until the worker is done.
@@ -460,8 +460,8 @@ def run_ranks(
         ended = LaunchFailure(ranks_per_node=each, folder=folder, watch=watch)
         mark = secrets.token_hex(16)
         meet_at = "" if nodes is None else nodes.meeting
-        told = {"placement": asdict(placement), "meet": meet_at, "patience_s": shutdown_s}
-        text = json.dumps({**order, **told})
+        common = {"placement": asdict(placement), "meet": meet_at, "patience_s": shutdown_s}
+        text = json.dumps({**order, **common})
         shared = {MARK: mark, ORDER: text, TALK: secrets.token_hex(32)}
         commands = [agent_command(module, node) for node in range(placement.nodes)]
         log.info("starting %d ranks on %d nodes", placement.world, placement.nodes)

@@ -101,9 +101,9 @@ def rank_settings(placement: Placement, given: Mapping[str, str] = os.environ) -
 
 def node_settings(order: Mapping[str, str]) -> dict[str, str]:
     """:func:`rank_settings` from the order of a node's ranks alone."""
-    told = json.loads(order[ORDER])["placement"]
-    gpus, servers = tuple(told["trainer_gpus"]), tuple(map(tuple, told["server_gpus"]))
-    return rank_settings(Placement(told["nodes"], told["nproc_per_node"], gpus, servers))
+    placement = json.loads(order[ORDER])["placement"]
+    gpus, servers = tuple(placement["trainer_gpus"]), tuple(map(tuple, placement["server_gpus"]))
+    return rank_settings(Placement(placement["nodes"], placement["nproc_per_node"], gpus, servers))
 
 
 class _RankError(RuntimeError):

@@ -129,7 +129,7 @@ class NodeServers:
         return answer["value"]
 
     def _wait(self) -> None:
-        began = told = time.monotonic()
+        began = reported = time.monotonic()
         while not self._connection.poll(_POLL_S):
             if self._should_stop() or self._closing.is_set():
                 self.close()  # ends the start that the node is waiting for
@@ -137,8 +137,8 @@ class NodeServers:
                     f"Rollout servers of node {self.node} were asked to end before they answered",
                     fix="run the same command again; what is saved is kept",
                 )
-            if (now := time.monotonic()) - told >= _TELL_EVERY_S:
-                told = now
+            if (now := time.monotonic()) - reported >= _TELL_EVERY_S:
+                reported = now
                 self._tell(now - began)
 
 

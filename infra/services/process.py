@@ -305,7 +305,7 @@ class ServerProcess(abc.ABC):
                 log.warning("%s; trying another one", error.what)
 
     def _wait_until_ready(self) -> None:
-        began = told = time.monotonic()
+        began = reported = time.monotonic()
         limit_s = self.settings.start_timeout_s
         while self.code is None:
             try:
@@ -326,8 +326,8 @@ class ServerProcess(abc.ABC):
                     expected="an answer by then",
                     fix=f"increase {self.section}.start_timeout_s, or see what it waits for",
                 )
-            if now - told >= _TELL_EVERY_S:
-                told = now
+            if now - reported >= _TELL_EVERY_S:
+                reported = now
                 self.tell(now - began)
             time.sleep(_POLL_S)
         raise self.ended("before it answered")

@@ -348,10 +348,10 @@ class SchedulerView:
         for w in open_:
             self._settle(w, _pick(remembered, w), _pick(recorded, w))
 
-    def _settle(self, wanted: JobQuery, told: JobFacts | None, noted: JobFacts | None) -> None:
+    def _settle(self, wanted: JobQuery, answer: JobFacts | None, noted: JobFacts | None) -> None:
         """Combine controller and accounting: the former is fresher; only the latter has steps and
         the user who cancelled."""
-        found = told or (noted if noted is not None and noted.rule.over else None)
+        found = answer or (noted if noted is not None and noted.rule.over else None)
         if found is not None and noted is not None:
             found = replace(found, steps=noted.steps, by=noted.by)
         if found is not None:

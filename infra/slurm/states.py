@@ -229,33 +229,33 @@ def waiting_for(job: JobFacts) -> str:
 def end_of(job: JobFacts, started: bool, printed: str) -> AttemptOutcome:
     """End of a job whose worker recorded no outcome."""
     where = f" on {job.node}" if job.node else ""
-    told = f"Slurm says {job.state}{where}"
+    prefix = f"Slurm says {job.state}{where}"
     if job.out_of_memory:
-        return outcome_of("out_of_memory", f"{told}: more host memory than it requested")
+        return outcome_of("out_of_memory", f"{prefix}: more host memory than it requested")
     if job.preempted and job.state != "TIMEOUT":
-        return outcome_of("preempted", f"{told}: preempted for another job")
+        return outcome_of("preempted", f"{prefix}: preempted for another job")
     if job.rule.failure == "cancelled":
         whom = "somebody"
         if job.by:
             whom = f"user {job.by}"
             with contextlib.suppress(KeyError, OverflowError):
                 whom = pwd.getpwuid(int(job.by)).pw_name
-        return outcome_of("cancelled", f"{told}: cancelled by {whom}")
+        return outcome_of("cancelled", f"{prefix}: cancelled by {whom}")
     if job.rule.failure is not None:
-        return outcome_of(job.rule.failure, f"{told}: it {job.rule.words}")
-    return _end_by_trace(job, started, printed, told)
+        return outcome_of(job.rule.failure, f"{prefix}: it {job.rule.words}")
+    return _end_by_trace(job, started, printed, prefix)
 
 
-def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> AttemptOutcome:
+def _end_by_trace(job: JobFacts, started: bool, printed: str, prefix: str) -> AttemptOutcome:
     """End of a FAILED or COMPLETED job without an outcome, from exit code, reason and output."""
     code = (job.exit_code, job.signal)
     if code == _NO_LAUNCH or (_LAUNCH_FAILED.search(job.reason) and not started):
         why = "it could not be started; often the disk or quota of its log folder was full"
-        return outcome_of("launch_failure", f"{told} ({code[0]}:{code[1]}): {why}")
+        return outcome_of("launch_failure", f"{prefix} ({code[0]}:{code[1]}): {why}")
     if _NODE_REASON.search(job.reason):
-        return outcome_of("node_failure", f"{told}: {job.reason}")
-    silent = f"{told} ({_ending(*code)}), and the worker recorded no outcome"
-    return _end_by_print(started, printed, told, silent)
+        return outcome_of("node_failure", f"{prefix}: {job.reason}")
+    silent = f"{prefix} ({_ending(*code)}), and the worker recorded no outcome"
+    return _end_by_print(started, printed, prefix, silent)
 
 
 def lost_end(job_id: str | None, started: bool, printed: str) -> AttemptOutcome:
@@ -267,9 +267,9 @@ def lost_end(job_id: str | None, started: bool, printed: str) -> AttemptOutcome:
     return _end_by_print(started, printed, f"job {job_id} is gone", silent)
 
 
-def _end_by_print(started: bool, printed: str, told: str, silent: str) -> AttemptOutcome:
+def _end_by_print(started: bool, printed: str, prefix: str, silent: str) -> AttemptOutcome:
     if (spoken := printed_end(printed)) is not None:
-        return outcome_of(spoken, f"{told}; its output says so")
+        return outcome_of(spoken, f"{prefix}; its output says so")
     end = classify_silent_end(started, printed)
     return end if end.failure != "killed" else outcome_of("killed", silent)
 

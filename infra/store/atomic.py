@@ -366,8 +366,8 @@ def no_space_error(folder: Path, doing: str, error: BaseException | None = None)
     # If the writer gave no reason, a probe does.
     number = None
     if error is not None:
-        told = _numbers_of(error)
-        number = told[0] if told else refusal(folder)
+        numbers = _numbers_of(error)
+        number = numbers[0] if numbers else refusal(folder)
     why = f" ({error})" if error is not None else ""
     what = f"No space left while {doing} in {folder}{why}"
     with contextlib.suppress(OSError):

@@ -150,16 +150,16 @@ def busy_error(run_id: str, who: OrchestratorProcess) -> ConfigurationError:
     """Error for a run that cannot be taken over now, with alternatives."""
     title = call_title(run_id)
     name = title.partition(" ")[2]
-    look = f"check with `refiner status {name}`, or end it with `refiner cancel {name}`"
+    fix = f"check with `refiner status {name}`, or end it with `refiner cancel {name}`"
     if who.standing == "elsewhere":
-        look += (
+        fix += (
             f"; if you know that it is gone: `refiner resume {name} --take-over`, which continues "
             "without it"
         )
     return ConfigurationError(
         f"{title[0].upper()}{title[1:]} is worked on already, by {who.where}.",
         expected=f"a {title.partition(' ')[0]} that no process works on",
-        fix=look,
+        fix=fix,
     )
 
 

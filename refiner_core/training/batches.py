@@ -354,21 +354,21 @@ def cheapest_units(
     lengths = [len(sample.response_ids) for sample in group]
     tried = []
     for parts in range(1, len(group) + 1):
-        room = min(pack_length - prompt, max(*lengths, -(-sum(lengths) // parts)))
-        tried.append(_filled(group, room))
+        length = min(pack_length - prompt, max(*lengths, -(-sum(lengths) // parts)))
+        tried.append(_filled(group, length))
         if balance is None:
             break
     return min(tried, key=lambda units: sum(row_cost(unit_length(u), balance) for u in units))
 
 
-def _filled(group: Sequence[Sample], room: int) -> list[list[Sample]]:
-    """The samples in order, at most ``room`` response tokens in a unit (or a single sample)."""
+def _filled(group: Sequence[Sample], length: int) -> list[list[Sample]]:
+    """The samples in order, at most ``length`` response tokens in a unit (or a single sample)."""
     units: list[list[Sample]] = []
     left = -1
     for sample in group:
         if len(sample.response_ids) > left:
             units.append([])
-            left = room
+            left = length
         units[-1].append(sample)
         left -= len(sample.response_ids)
     return units
@@ -641,8 +641,8 @@ def _deal(costs: Sequence[float], world: int, most: int | None = None) -> list[l
     dealt: list[list[int]] = [[] for _ in range(world)]
     work = [0.0] * world
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        room = (r for r in range(world) if most is None or len(dealt[r]) < most)
-        rank = min(room, key=lambda r: (work[r], r))
+        open_ranks = (r for r in range(world) if most is None or len(dealt[r]) < most)
+        rank = min(open_ranks, key=lambda r: (work[r], r))
         dealt[rank].append(i)
         work[rank] += costs[i]
     return dealt

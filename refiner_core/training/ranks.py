@@ -237,21 +237,21 @@ class TorchRanks(Ranks):
         RanksDisagree
             They make different ones; on every rank.
         """
-        told = self._exchanged([size, _code(name)])
-        if len({code for _, code in told}) > 1:
+        calls = self._exchanged([size, _code(name)])
+        if len({code for _, code in calls}) > 1:
             usual = self._exchanged([int(is_usual(self._recent)), _code(name)])
             known = Counter(code for _, code in usual)
             odd = min(range(self.world), key=lambda r: (known[usual[r][1]], usual[r][0], -r))
             self._torn = _disagreement(odd, f"rank {self.rank}: {name}")
             raise self._torn
-        return [size for size, _ in told]
+        return [size for size, _ in calls]
 
     def _exchanged(self, values: Sequence[int]) -> list[list[int]]:
         """A few numbers of every rank."""
         torch = self._torch
-        told = [torch.empty(len(values), dtype=torch.int64) for _ in range(self.world)]
-        self._dist.all_gather(told, torch.tensor(values), group=self._said)
-        return [part.tolist() for part in told]
+        parts = [torch.empty(len(values), dtype=torch.int64) for _ in range(self.world)]
+        self._dist.all_gather(parts, torch.tensor(values), group=self._said)
+        return [part.tolist() for part in parts]
 
     @property
     def _recent(self) -> Sequence[str]:
