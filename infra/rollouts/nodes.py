@@ -29,7 +29,7 @@ from dataclasses import asdict
 from itertools import count
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from infra.host.processes import node_address
 from infra.ranks.bridge import accept_nodes, receive, send, shut
@@ -42,9 +42,7 @@ from refiner_core.contract.types import Endpoint
 from refiner_core.generation.saving import SaveWeights, Weights
 from refiner_core.generation.vllm.client import VllmGenerator
 from refiner_core.generation.vllm.sync import weights_name, write_folder
-from refiner_core.training.ranks import Ranks
-
-T = TypeVar("T")
+from refiner_core.training.ranks import Ranks, on_all
 
 log = logging.getLogger(__name__)
 _POLL_S, _TELL_EVERY_S = 0.1, 1.0
@@ -223,7 +221,7 @@ def open_on_nodes(
                 stack.callback(at.close)
             return stack.enter_context(local) if ranks.local_rank == 0 else None, at
 
-        local, listener = _on_all(ranks, prepare)
+        local, listener = on_all(ranks, prepare)
         key = secrets.token_bytes(32)
         at = None if listener is None else (*listener.getsockname()[:2], key.hex())
         host, port, given = ranks.broadcast(at)
@@ -244,18 +242,6 @@ def open_on_nodes(
             servers = ServersOfNodes([local, *remote], len(placed.server_gpus))
             stack.callback(servers.close)
             yield vllm_generator(config, servers, local.memory, tokenizer)
-
-
-def _on_all(ranks: Ranks, prepare: Callable[[], T]) -> T:
-    """This rank's result, once all have theirs; an error of one is raised on all."""
-    made: T | None = None
-    error: Exception | None = None
-    try:
-        made = prepare()
-    except Exception as raised:
-        error = raised
-    ranks.all_or_none(error)
-    return made  # type: ignore[return-value]
 
 
 def _serve(connection: Connection, local: LocalRolloutServers) -> None:

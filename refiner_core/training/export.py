@@ -17,9 +17,9 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.generation.load import load_model, load_tokenizer, set_threads
-from refiner_core.generation.saving import model_tensors, save_model
+from refiner_core.generation.saving import WEIGHTS, model_tensors, save_model
 from refiner_core.training.engines.protocol import PROGRESS
-from refiner_core.training.model.loading import load_weights
+from refiner_core.training.model.loading import check_shapes, saved_tensors
 from refiner_core.training.steps.checkpoint_manager import curve
 
 _COUNTED = ("tokens", "epoch", "counts", "judge")
@@ -47,10 +47,11 @@ def export_checkpoint(
         ) from error
     # The model never runs, so its attention kernel, which may need a GPU, is not loaded.
     model = load_model(model_ref, replace(config.model, attn_implementation="eager"))
-    load_weights(checkpoint, model)
+    saved = saved_tensors(checkpoint / WEIGHTS)
+    check_shapes(model, saved, checkpoint)
     io.progress(Progress(1, 2, "exporting"))
-    tokenizer = load_tokenizer(model_ref, config.model)
-    save_model(model, tokenizer, output_dir / "model", model_tensors(model).items())
+    weights = ((name, saved[name]) for name in model_tensors(model))
+    save_model(model, load_tokenizer(model_ref, config.model), output_dir / "model", weights)
     io.progress(Progress(2, 2, "exported"))
     return progress_report(progress)
 

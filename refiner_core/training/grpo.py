@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,7 +43,7 @@ from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.export import progress_report
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
-from refiner_core.training.ranks import Ranks, RanksIO, on_first
+from refiner_core.training.ranks import Ranks, RanksIO, on_all, on_first
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT, PendingBatch, Pipeline
 from refiner_core.training.rollouts.policies import CopyPolicy, OpenServers, Policy, ServedPolicy
 from refiner_core.training.rollouts.rollout import RolloutBatch, TrainSample, own_tokens
@@ -178,7 +178,9 @@ def _open_policy(
     if generator is not None:
         return Policy(generator, engine.whole)
     if config.grpo.generation_backend == "vllm":
-        opened = _open(open_servers, engine, stack)
+        assert open_servers is not None or engine.ranks.rank, "rank 0 opens the servers"
+        start = open_servers or (lambda _: nullcontext())
+        opened: Any = on_all(engine.ranks, lambda: stack.enter_context(start(engine)))
         return ServedPolicy(opened) if engine.ranks.rank == 0 else ServedPolicy(None, opened)
     if not config.grpo.async_steps:
         live = TransformersGenerator(engine.model, engine.tokenizer, batch_size=batch_size)
@@ -189,20 +191,6 @@ def _open_policy(
             model, engine.tokenizer, batch_size=batch_size, on_step=on_step
         ),
     )
-
-
-def _open(open_servers: OpenServers | None, engine: Engine, stack: ExitStack) -> Any:
-    """Rank 0's servers, and writers on other nodes; all ranks raise if one cannot be opened."""
-    opened: Any = None
-    error: BaseException | None = None
-    try:
-        assert open_servers is not None or engine.ranks.rank, "rank 0 opens the servers"
-        if open_servers is not None:
-            opened = stack.enter_context(open_servers(engine))
-    except Exception as raised:
-        error = raised
-    engine.ranks.all_or_none(error)
-    return opened
 
 
 class _Rollouts(NamedTuple):

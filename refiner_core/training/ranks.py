@@ -93,6 +93,18 @@ def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
+def on_all(ranks: Ranks, do: Callable[[], T]) -> T:
+    """This rank's result, once all have theirs; an error of one rank is raised on all."""
+    made: T | None = None
+    error: Exception | None = None
+    try:
+        made = do()
+    except Exception as raised:
+        error = raised
+    ranks.all_or_none(error)
+    return made  # type: ignore[return-value]
+
+
 class TorchRanks(Ranks):
     """One of several processes, over torch.distributed.
 

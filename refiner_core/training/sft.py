@@ -41,12 +41,10 @@ from refiner_core.training.batches import (
     Sample,
     SftStep,
     build_pack,
-    collate,
     order_hash,
     pack_samples,
     sft_steps,
     share_packs,
-    to_device,
 )
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.model.loading import check_window
@@ -261,16 +259,8 @@ class _SftRun:
         size, balance = self.sft.per_device_train_batch_size, self.engine.balance
         if not packs:
             return []
-        mine = share_packs(packs, self.ranks.world, balance=balance, multiple_of=size)[
-            self.ranks.rank
-        ]
-        return [
-            to_device(
-                collate(mine[i : i + size], pad_id=self.engine.pad_id, balance=balance),
-                self.engine.device,
-            )
-            for i in range(0, len(mine), size)
-        ]
+        shares = share_packs(packs, self.ranks.world, balance=balance, multiple_of=size)
+        return list(self.engine.batches(shares[self.ranks.rank], size))
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _validation_loss(self) -> float:

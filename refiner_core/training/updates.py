@@ -20,11 +20,9 @@ from refiner_core.contract.config import GrpoConfig
 from refiner_core.training.batches import (
     Batch,
     Sample,
-    collate,
     packs_of_ranks,
     permutation,
     sharing_pays,
-    to_device,
 )
 from refiner_core.training.engines.protocol import Engine, Score
 from refiner_core.training.rollouts.rollout import TrainSample
@@ -148,14 +146,10 @@ class _StepBatches:
             multiple_of=per_pass,
         )
         self.packs = sum(1 for packs in every for pack in packs if pack.source_T)
-        mine = every[engine.ranks.rank]
-        self._parts = [mine[i : i + per_pass] for i in range(0, len(mine), per_pass)]
+        self._mine, self._per_pass = every[engine.ranks.rank], per_pass
 
     def __iter__(self) -> Iterator[Batch]:
-        for packs in self._parts:
-            engine = self.engine
-            batch = collate(packs, pad_id=engine.pad_id, balance=engine.balance, flex=self.flex)
-            yield to_device(batch, engine.device)
+        return self.engine.batches(self._mine, self._per_pass, flex=self.flex)
 
     def merged(self, flat_F: torch.Tensor) -> torch.Tensor:
         """Flat values that each rank has for its own targets, merged on all ranks."""

@@ -11,8 +11,7 @@ stay bitwise equal on all ranks; a snapshot and an export verify it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ import torch
 from refiner_core.contract.config import ModelConfig, RecipeConfig, Resources, SftConfig
 from refiner_core.contract.placement import TrainingStage, section_of
 from refiner_core.generation.load import device_for
-from refiner_core.generation.saving import model_tensors
 from refiner_core.training.batches import Batch, seed_random
-from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
+from refiner_core.training.engines.protocol import Engine, ParameterState
 from refiner_core.training.model import loading
 from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
 from refiner_core.training.model.optim import (
@@ -126,12 +124,6 @@ class PlainEngine(Engine):
         for tensor in (*self._weights.values(), *self._masters.values()):
             tensor.grad = None
 
-    @contextmanager
-    def whole(self) -> Iterator[Any]:
-        """The model, which is always whole here, in evaluation mode."""
-        with evaluating(self.model):
-            yield self.model
-
     def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
         """Live tensors of each parameter, by kind; only the master of a parameter that was never
         updated."""
@@ -141,12 +133,6 @@ class PlainEngine(Engine):
                 for optimizer, _ in self._optimizers:
                     own.update(optimizer.state.get(master, {}))
                 yield name, own
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy weights in."""
-        for name, tensor in model_tensors(self.model).items():
-            tensor.copy_(weights[name])
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def set_states(self, state_of: Callable[[str], ParameterState]) -> None:

@@ -46,6 +46,7 @@ import math
 import os
 import random
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ from refiner_core.generation.saving import (
     save_model,
     whole_shape,
 )
-from refiner_core.training.batches import Batch
+from refiner_core.training.batches import Batch, Pack, collate, to_device
 from refiner_core.training.model import loading
 from refiner_core.training.model.loading import (
     check_shapes,
@@ -78,7 +79,7 @@ from refiner_core.training.model.loading import (
 )
 from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
 from refiner_core.training.model.optim import ADAM_STATE, MUON_STATE
-from refiner_core.training.ranks import Ranks, on_first
+from refiner_core.training.ranks import Ranks, on_all, on_first
 
 FORMAT_VERSION = 2
 PROGRESS = "progress.json"
@@ -139,8 +140,8 @@ class Engine(ABC):
     the loaded model; ``pad_id`` is the padding token.
     """
 
-    #: Name of the engine: `plain`, `zero3`.
-    name = "plain"
+    #: Name of the engine (`plain`, `zero3`), and whether weights are sharded.
+    name, partitioned = "plain", False
 
     def __init__(
         self, loaded: loading.LoadedModel, device: Any, config: ModelConfig, ranks: Ranks
@@ -180,14 +181,23 @@ class Engine(ABC):
     def drop(self) -> None:
         """Clear the gradients without an update."""
 
-    @abstractmethod
-    def whole(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def whole(self) -> Iterator[Any]:
         """The model with all its weights and in evaluation mode, to generate with it."""
+        with self.gathered(list(self.model.parameters())), evaluating(self.model):
+            yield self.model
 
     def reference(self, model_ref: str) -> Score:
         """Scores of a frozen model for the KL term; it is whole on every rank's device."""
         model = loading.load_model(model_ref, self._config, self.device).requires_grad_(False)
         return partial(token_scores, model)
+
+    def batches(self, packs: Sequence[Pack], size: int, *, flex: bool = False) -> Iterator[Batch]:
+        """Packs as batches of ``size`` on the device."""
+        for first in range(0, len(packs), size):
+            part = packs[first : first + size]
+            batch = collate(part, pad_id=self.pad_id, balance=self.balance, flex=flex)
+            yield to_device(batch, self.device)
 
     # ------------------------------------------------------------ state
 
@@ -209,9 +219,13 @@ class Engine(ABC):
     def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
         """Masters and optimisers' tensors that this rank wants."""
 
-    @abstractmethod
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Restore weights."""
+        """Copy weights in; of sharded ones rank 0 reads, and the others get their share."""
+        for name, tensor in model_tensors(self.model).items():
+            with self.gathered([tensor], changed=True):
+                if self.ranks.rank == 0 or not self.partitioned:
+                    tensor.copy_(weights[name])
 
     @abstractmethod
     def set_states(self, state_of: Callable[[str], ParameterState]) -> None:
@@ -257,15 +271,7 @@ class Engine(ABC):
             It belongs to another model or has another format.
         """
         self.drop()
-        opened: _Opened | None = None
-        error: Exception | None = None
-        try:
-            opened = self._open(folder)
-        except Exception as raised:
-            error = raised
-        self.ranks.all_or_none(error)
-        assert opened is not None
-        weights, saved, rng, progress = opened
+        weights, saved, rng, progress = on_all(self.ranks, lambda: self._open(folder))
         self.set_weights(weights)
         self.set_states(
             lambda name: {k: saved[f"{k}.{name}"] for k in KINDS if f"{k}.{name}" in saved}
@@ -333,15 +339,15 @@ class Engine(ABC):
     def _save(self, save: SaveWeights | None) -> None:
         """Read all weights once; an error of one rank is raised on all."""
         weights = self.weights(lambda _: save is not None)
-        error: Exception | None = None
-        try:
-            if save is not None:
-                save(self.model, weights)
-        except Exception as raised:
-            error = raised
-        for _ in weights:  # the other ranks gather the rest
-            pass
-        self.ranks.all_or_none(error)
+
+        def read() -> None:
+            try:
+                if save is not None:
+                    save(self.model, weights)
+            finally:
+                deque(weights, maxlen=0)  # the other ranks gather the rest
+
+        on_all(self.ranks, read)
 
     def memory(self) -> dict[str, float]:
         """``memory/…`` metrics: the peak of any rank so far, GiB."""

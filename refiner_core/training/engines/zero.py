@@ -33,7 +33,6 @@ import torch
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig, SftConfig
 from refiner_core.contract.errors import UnsupportedError
-from refiner_core.generation.saving import model_tensors
 from refiner_core.training.batches import Batch
 from refiner_core.training.engines.protocol import Engine, ParameterState, Score, evaluating
 from refiner_core.training.model import loading
@@ -187,7 +186,6 @@ class _ZeroEngine(Engine):
     ) -> None:
         super().__init__(loaded, wrapped.device, config, ranks)
         stage = settings["zero_optimization"]["stage"]
-        #: Whether weights are sharded.
         self.name, self.partitioned = f"zero{stage}", stage == 3
         self._wrapped, self._learning_rate, self._settings = wrapped, learning_rate, settings
         self._pending: Any = None  # a loss whose backward pass is deferred
@@ -270,13 +268,8 @@ class _ZeroEngine(Engine):
         """The model with all its weights, in evaluation mode and without DeepSpeed's hooks. Under
         ZeRO-3 every rank needs memory for all weights."""
         self._run_pending(last=False)
-        parameters = list(self.model.parameters())
-        with (
-            self.gathered(parameters),
-            _without_hooks(self._wrapped.module),
-            evaluating(self.model),
-        ):
-            yield self.model
+        with super().whole() as model, _without_hooks(self._wrapped.module):
+            yield model
 
     @contextmanager
     def gathered(self, tensors: Sequence[Any], *, changed: bool = False) -> Iterator[None]:
@@ -306,19 +299,6 @@ class _ZeroEngine(Engine):
                     state[kind] = safe_get_full_optimizer_state(parameter, kind)
             if wanted(name):
                 yield name, {kind: part for kind, part in state.items() if part is not None}
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy weights in; under ZeRO-3 rank 0 reads and the others get their share."""
-        import torch.distributed as dist
-
-        for name, tensor in model_tensors(self.model).items():
-            with self.gathered([tensor], changed=True):
-                if not self.partitioned or dist.get_rank() == 0:
-                    tensor.copy_(weights[name])
-        if not self.partitioned:
-            return
-        dist.barrier()
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def set_states(self, state_of: Callable[[str], ParameterState]) -> None:

@@ -35,7 +35,7 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.generation.load import load_model as load_bare_model
 from refiner_core.generation.load import load_tokenizer
-from refiner_core.generation.saving import WEIGHTS, model_tensors, whole_shape
+from refiner_core.generation.saving import model_tensors, whole_shape
 from refiner_core.training.batches import (
     OWN_ROW,
     Batch,
@@ -46,24 +46,9 @@ from refiner_core.training.batches import (
     to_device,
 )
 from refiner_core.training.model.logprobs import hidden_states
-from refiner_core.training.ranks import Ranks, on_first
+from refiner_core.training.ranks import Ranks, on_all, on_first
 
 log = logging.getLogger(__name__)
-
-
-def load_weights(folder: Path, model: Any) -> None:
-    """Load the saved parameters and buffers into ``model``.
-
-    Raises
-    ------
-    WorkspaceError
-        They belong to another model, or cannot be read.
-    """
-    saved = saved_tensors(folder / WEIGHTS)
-    check_shapes(model, saved, folder)
-    with torch.no_grad():
-        for name, tensor in model_tensors(model).items():
-            tensor.copy_(saved[name])
 
 
 def check_shapes(model: Any, saved: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -189,22 +174,19 @@ def load_on_first(model_ref: str, config: ModelConfig, device: Any, ranks: Ranks
         return type(model), model.config, model.generation_config, _layout(model), packs
 
     kind, architecture, generation, layout, packs = on_first(ranks, load)
-    error: Exception | None = None
-    try:
-        if loaded is None:
-            model = _untouched(kind, architecture, device)
-            model.generation_config = generation
-            _require_layout(model, layout)
-            loaded = LoadedModel(model, load_tokenizer(model_ref, config), *packs)
-            _set_checkpointing(model, config, reentrant=True)
-    except Exception as raised:
-        error = raised
-    ranks.all_or_none(error)
-    assert loaded is not None
+
+    def copy() -> LoadedModel:
+        model = _untouched(kind, architecture, device)
+        model.generation_config = generation
+        _require_layout(model, layout)
+        _set_checkpointing(model, config, reentrant=True)
+        return LoadedModel(model, load_tokenizer(model_ref, config), *packs)
+
+    made = on_all(ranks, lambda: loaded or copy())
     if ranks.world > 1:
-        for _, buffer in sorted(loaded.model.named_buffers()):
+        for _, buffer in sorted(made.model.named_buffers()):
             torch.distributed.broadcast(buffer, 0)
-    return loaded
+    return made
 
 
 def _untouched(kind: Any, architecture: Any, device: Any) -> Any:
