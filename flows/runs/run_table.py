@@ -32,14 +32,14 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.kinds import KINDS
+from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.marks import walk
 from refiner_core.contract.records import RunRecord, to_json, trial_of
 from refiner_core.contract.services import is_service
 
 log = logging.getLogger(__name__)
 
-_INDEX_VERSION = 1
+_INDEX_VERSION = 2
 #: Metrics that a table shows if none is named, the first that a run has.
 MAIN_METRICS = ("reward", "pass@1", "oracle", "rubric_score", "format_valid")
 #: States, the one that decides first.
@@ -60,7 +60,7 @@ class RunRow:
         ``unreadable`` if a record is damaged.
     model, metrics
         The last evaluated model, and its numbers by name (greedy decoding, the recipe's protocol
-        first): ``value``, ``low``, ``high``, ``n``.
+        first): ``value``, ``low``, ``high``, ``n``. A run that trains has none by the base model.
     seconds, gpu_hours, cpu_hours, judge_calls
         Cost of all attempts at its stages; shared stages count in each run that has them.
     sweep
@@ -306,10 +306,13 @@ def _state(workspace: Workspace, run: RunRecord, works: bool) -> tuple[str, bool
 
 
 def _numbers(workspace: Workspace, run: RunRecord) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The last evaluated model, and its numbers by metric."""
+    """The last evaluated model, and its numbers by metric. The base model is no result of a run
+    that trains."""
+    trains = any(i.rpartition("-")[0] in TRAINED for i in run.stages.values())
     evaluated = [i for i in run.stages.values() if i.startswith("evaluate-")]
     reports = (results_of(workspace, stage_id) or {} for stage_id in evaluated)
-    entries = [e for report in reports for e in report.get("evaluations") or ()]
+    every = (e for report in reports for e in report.get("evaluations") or ())
+    entries = [e for e in every if not (trains and e["stage"] == "base")]
     model = max((str(e["stage"]) for e in entries), key=_order, default="")
     # The recipe's own protocol before others, greedy before sampled answers.
     entries.sort(key=lambda e: (bool(e.get("under")), e["decoding"] != "greedy"))
