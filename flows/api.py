@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from flows.running.cancelling import cancel_run
     from flows.running.foreground import LaunchOptions
     from flows.running.logs import find_log, follow_log, read_log
-    from flows.running.status import KnownRun, list_runs, status_of_run, watch_run
+    from flows.running.status import status_of_run, watch_run
     from flows.runs.bundling import Bundle, Unbundled, bundle_run, unbundle
     from flows.runs.removing import Removal, prune_runs, remove_runs
     from flows.runs.run_table import RunRow, label_run, list_rows

@@ -8,6 +8,9 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from flows.cli.options import print_json
+from refiner_core.contract.records import picked
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -30,6 +33,25 @@ def former_listing(kind: str, name: str) -> click.Command:
         context.invoke(now, kind=kind, as_json=as_json)
 
     return listed
+
+
+def former_list_of_runs(workspace: str, as_json: bool) -> None:
+    """`refiner status --all`: `refiner runs --all`, with the former keys as JSON, oldest first."""
+    from flows.cli.runs import runs_command
+    from flows.runs.run_table import list_rows
+
+    click.echo("warning: `refiner status --all` is `refiner runs --all` now", err=True)
+    if not as_json:
+        click.get_current_context().invoke(
+            runs_command, words=(f"workspace={workspace}",), every=True
+        )
+        return
+    rows = list_rows(workspace, every=True)[::-1]
+    found = [
+        {**picked(row, "run", "recipe", "state"), "stages_done": f"{row.stages_done}/{row.stages}"}
+        for row in rows
+    ]
+    print_json({"version": 1, "runs": found})
 
 
 def former_option(name: str, instead: str, *, flag: bool = False) -> Callable[[F], F]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from flows.cli.aliases import former_option
+from flows.cli.aliases import former_list_of_runs, former_option
 from flows.cli.options import (
     argument,
     at_most_one,
@@ -48,7 +48,7 @@ _HEADER = ("stage", "state", "job", "attempt", "progress", "left", "message")
 @click.option("--workspace", "folder", help="the same as workspace=DIR")
 @click.option("--watch", "-w", is_flag=True, help="redraw until the run has ended")
 @click.option("--incidents", is_flag=True, help="errors with their times and costs")
-@click.option("--all", "every", is_flag=True, help="list all runs")
+@click.option("--all", "every", is_flag=True, hidden=True)
 @json_option
 def status_command(
     words: tuple[str, ...],
@@ -70,10 +70,10 @@ def status_command(
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
-    word = at_most_one(rest, "run", " for the newest; --all lists them")
+    word = at_most_one(rest, "run", " for the newest; `refiner runs` lists them")
     workspace = Workspace.read_only(folder or where)
     if every:
-        _list_runs(workspace, as_json)
+        former_list_of_runs(str(workspace.root), as_json)
         return
     sweep, run = subject(workspace, word)
     watching = watch and not as_json
@@ -208,18 +208,6 @@ def _count(status: RunStatus) -> str:
         return ""
     still = sum(not i.resolved for i in status.incidents)
     return f"{counted(count, 'incident')}, {f'{still} open' if still else 'all resolved'}."
-
-
-def _list_runs(workspace: Workspace, as_json: bool) -> None:
-    from flows.running.status import list_runs
-
-    known = list_runs(workspace.root)
-    rows = [(run.run, run.recipe, run.state, f"{run.done}/{run.stages}") for run in known]
-    keys = ("run", "recipe", "state", "stages_done")
-    found = [dict(zip(keys, row, strict=True)) for row in rows]
-    nothing = [f"No run is recorded in {workspace.root}."]
-    table = table_lines(rows, ("run", "recipe", "state", "stages")) if rows else nothing
-    show(as_json, lambda: {"version": 1, "runs": found}, lambda: table)
 
 
 # ---------------------------------------------------------------- watching
