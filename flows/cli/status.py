@@ -25,7 +25,7 @@ from flows.cli.options import (
     split_workspace,
 )
 from infra.host.terminal import raw
-from refiner_core.report.printing import counted, size, table_lines
+from refiner_core.report.printing import counted, label, size, table_lines
 
 if TYPE_CHECKING:
     from flows.reporting.writing import WrittenReport
@@ -172,9 +172,8 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     from flows.runs.run_table import label_of
 
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
-    note, tags = label_of(workspace, status.run, tracking)
-    if label := " ".join([*note.split(), *(f"#{tag}" for tag in tags)]):
-        yield f"notes: {label}"
+    if said := label(*label_of(workspace, status.run, tracking)):
+        yield f"notes: {said}"
     yield from _orchestrator_lines(status, workspace)
     if (disk := status.disk) is not None:
         yield (

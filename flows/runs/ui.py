@@ -41,7 +41,7 @@ from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.records import RunRecord
 from refiner_core.report.charts import Series, chart
-from refiner_core.report.printing import hours
+from refiner_core.report.printing import hours, label
 from refiner_core.report.runs.rendering import RunsPage, page
 
 #: Curves that are shown first.
@@ -173,7 +173,7 @@ def _values(rows: Sequence[RunRow], link: Any) -> list[dict[str, Any]]:
     for row in rows:
         cost = row.gpu_hours or row.cpu_hours
         unit = "GPU-h" if row.gpu_hours else "CPU-h"
-        text = [row.sweep, *changes[row.run], row.note, *(f"#{tag}" for tag in row.tags)]
+        text = [row.sweep, *changes[row.run], label(row.note, row.tags)]
         found.append(
             {
                 **{"run": row.run, "short": row.run[-4:], "recipe": row.recipe},

@@ -138,6 +138,9 @@ def test_notes_and_tags(place: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (row["run"], row["tags"]) == (run, ["good"])
     assert main(["status", run, where]) == 0
     assert "try beta #good" in capsys.readouterr().out
+    assert main(["report", run, where, "--out", str(place.parent / "page")]) == 0
+    assert "try beta #good" in capsys.readouterr().out.replace("\\", "")
+    assert "try beta #good" in (place.parent / "page/report.html").read_text()
 
 
 def test_the_same_as_json_and_as_a_frame(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
