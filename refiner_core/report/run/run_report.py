@@ -67,7 +67,7 @@ class RunReport:
     """The complete report of a run at one moment.
 
     ``state``: ``running`` while an orchestrator works on it, else ``done``, ``failed`` or
-    ``stopped``. ``note`` and ``tags`` are those of ``refiner tag``. ``settings`` are the fields with
+    ``stopped``. ``note`` and ``tags`` are from ``refiner tag``. ``settings`` are the fields with
     other values than their defaults (dotted name -> value), ``overrides`` those set on the command
     line; secrets are left out of both.
 
