@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from flows.proving.runs import prove_resume
     from flows.publishing.by_hand import begin_publication, plan_publication, publish_checkpoints
     from flows.reporting.run.report import report_of_run, report_run
+    from flows.reporting.several import compare_runs, report_runs
     from flows.reporting.writing import make_sweep_report, report_sweep
     from flows.rescoring.rescore import RescoreResult, rescore
     from flows.rescoring.rescore_plan import plan_rescoring

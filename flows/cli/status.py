@@ -274,7 +274,7 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
 
 
 @click.command("report")
-@argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [RUN]... [workspace=DIR]")
 @click.option("--out", metavar="DIR", help="folder for the files (default: WORKSPACE/reports/NAME)")
 @click.option("--watch", is_flag=True, help="update the report until the orchestrator has ended")
 @click.option("--every", "every_s", type=click.IntRange(min=1), default=15, show_default=True,
@@ -285,7 +285,10 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
 def report_command(
     words: tuple[str, ...], out: str | None, watch: bool, every_s: int, as_json: bool
 ) -> None:
-    """Write the report of RUN or SWEEP (default: the newest).
+    """Write the report of RUN or SWEEP (default: the newest), or of several RUNs on one page.
+
+    Several runs are compared with the first: settings that differ, paired differences, curves over
+    each other, answers side by side.
 
     RUN is an id, or an unambiguous part of one; a trial of a sweep is also
     SWEEP:ARM/seed1. Prints report.md and writes report.html, a page that works offline, with
@@ -293,6 +296,7 @@ def report_command(
     sweep reloads itself; --watch keeps it up to date.
     """
     from flows.reporting.run.report import report_run
+    from flows.reporting.several import compared_name, report_runs
     from flows.reporting.writing import report_sweep
     from flows.running.status import required_run
     from infra.store.workspace import Workspace
@@ -301,13 +305,18 @@ def report_command(
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
-    sweep, run = subject(workspace, at_most_one(rest, "run or sweep", " for the newest"))
-    what = "a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called"
-    name = sweep or (run or required_run(workspace, None, what)).run
+    several, sweep = len(rest) > 1, None
+    make: Callable[..., WrittenReport[Any]]
+    if several:
+        runs = [required_run(workspace, word, "a run to compare").run for word in rest]
+        name, make = compared_name(runs), partial(report_runs, runs)
+    else:
+        sweep, run = subject(workspace, next(iter(rest), None))
+        what = "a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called"
+        name = sweep or (run or required_run(workspace, None, what)).run
+        make = partial(report_sweep if sweep else report_run, name)
     folder = output_folder(out or workspace.layout.reports / name)
-    make: Callable[[], WrittenReport[Any]] = partial(
-        report_sweep if sweep else report_run, name, where, folder=folder, reload_s=every_s
-    )
+    make = partial(make, where, folder=folder, reload_s=every_s)
     made = _written(make, every_s if watch else 0)
     report = made.report
     document = {**values(report), "folder": str(folder)}
@@ -316,9 +325,11 @@ def report_command(
     show(as_json, lambda: document, (folder / TEXT).read_text(encoding="utf-8").splitlines)
     if as_json:
         return
-    beside = "report.md, report.csv, trials.csv, report.json" if sweep else "report.md, report.json"
-    print_line(f"\nPage: {made.page}\nBeside it: {beside}")
-    if sweep and report.state == "running":
+    beside = "report.csv, trials.csv, " if several or sweep else ""
+    print_line(f"\nPage: {made.page}\nBeside it: report.md, {beside}report.json")
+    if several:
+        print_next(command_line("diff", *runs[:2], f"workspace={workspace.root}"))
+    elif sweep and report.state == "running":
         print_next(command_line("report", name, "--watch", f"workspace={workspace.root}"))
     elif not sweep:
         print_next(*report.next_commands)

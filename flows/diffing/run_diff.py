@@ -26,14 +26,13 @@ from flows.diffing.sides import (
     find_side,
     pairs_of,
 )
-from flows.stored import recorded_field, rollouts_by_step
+from flows.stored import field_values, rollouts_by_step
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.loading import leaves
-from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.proofs import MEASURED
 from refiner_core.report.pages import template_of
 
@@ -49,14 +48,9 @@ Rows = Sequence[Mapping[str, Any]]
 
 def field_changes(a: DiffSide, b: DiffSide, pairs: Sequence[StagePair]) -> list[Row]:
     """Fields that differ, identity first, with the stages that each changes."""
-    left, right = a.config, b.config
     found = []
-    for path, info in walk(RecipeConfig):
-        if path in _NO_NEWS:
-            continue
-        default = info.default if info.legacy_value is ABSENT else info.legacy_value
-        one, other = (recorded_field(config, path, default) for config in (left, right))
-        if one == other:
+    for path, info, (one, other) in field_values([a.config, b.config]):
+        if path in _NO_NEWS or one == other:
             continue
         stages: tuple[str, ...] = ()
         if info.mark == "identity":

@@ -253,7 +253,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _row_of(workspace: Workspace, usage: UsageReader, run: RunRecord) -> tuple[RunRow, bool]:
+def row_of(workspace: Workspace, usage: UsageReader, run: RunRecord) -> tuple[RunRow, bool]:
     """The row of a run, and whether it can only change with a new attempt."""
     own = [i for i in run.stages.values() if not is_service(i)]
     done = sum(usage.is_done(i) for i in own)
@@ -382,7 +382,7 @@ class _Index:
             log.warning("%s is left out: %s", name, error)
             return None, None
         try:
-            row, is_settled = _row_of(self.workspace, usage, run)
+            row, is_settled = row_of(self.workspace, usage, run)
         except OSError as error:
             self.workspace.complaints.warn(Path(str(error)), "%s", error)
             row, is_settled = _row(self.workspace, run, "unreadable"), False

@@ -65,13 +65,18 @@ def masked_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(masked_override, overrides))
 
 
+def shown_setting(path: str, value: Any) -> Any:
+    """A value of a field, without secrets."""
+    return HIDDEN if carries_secrets(path) else _shown(value)
+
+
 def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a recorded recipe that differ from their defaults, by dotted name."""
     found: dict[str, Any] = {}
     for path, info in walk(RecipeConfig):
         value = recorded_field(config, path, info.default)
         if path not in _IN_THE_HEAD and value != recorded_field({}, path, info.default):
-            found[path] = HIDDEN if carries_secrets(path) else _shown(value)
+            found[path] = shown_setting(path, value)
     return found
 
 

@@ -23,16 +23,18 @@ from typing import Any
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report import drawing, printing
 from refiner_core.report.charts import Series, chart, summary
-from refiner_core.report.pages import parts_of, template_of
+from refiner_core.report.pages import leaf, parts_of, template_of
 from refiner_core.report.printing import finite, plain
 from refiner_core.report.sweep import phrases
 from refiner_core.report.sweep.phrases import arm_row, column_of, comparison_notes
-from refiner_core.report.sweep.sweep_report import Comparison, Row, SweepReport, leading
+from refiner_core.report.sweep.sweep_report import Comparison, Row, RunsReport, SweepReport, leading
 from refiner_core.report.transcripts import attempts_of, attempts_tables, example_html
 
 #: Comparisons printed in full besides the primary one, and rows of long tables.
 MOST_COMPARISONS = 8
 MOST_ARMS = 40
+#: Characters of a setting.
+_MOST_OF_VALUE = 60
 
 
 def markdown(report: SweepReport) -> str:
@@ -41,9 +43,19 @@ def markdown(report: SweepReport) -> str:
     text = template_of(__package__, "report.md.jinja").render(
         report=report,
         w=phrases,
+        settings=_differing(report) if isinstance(report, RunsReport) else (),
         compared=[(comparison, _arms(comparison, report)) for comparison in compared],
     )
     return text.rstrip() + "\n"
+
+
+def _differing(report: RunsReport) -> list[list[str]]:
+    """Rows of the settings that decide what is computed and differ, for a text."""
+    return [
+        [row["field"], *(leaf(row["values"][arm])[:_MOST_OF_VALUE] for arm in report.arms)]
+        for row in report.settings
+        if row["differs"] and row["mark"] == "identity"
+    ]
 
 
 def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
@@ -145,6 +157,12 @@ VIEWS = (
     ("incidents", "Incidents"),
     ("protocols", "Protocols and provenance"),
 )
+#: Names in a report of runs, which has one more.
+OF_RUNS = {
+    "summary": {"summary": "Summary", "settings": "Settings"},
+    "arms": {"arms": "Numbers"},
+    "cost": {"cost": "Cost"},
+}
 #: Their names in a report of agents, which has one more.
 OF_AGENTS = {
     "arms": {"arms": "Arms", "attempts": "Why attempts fail"},
@@ -154,12 +172,13 @@ OF_AGENTS = {
 
 
 def views_of(report: SweepReport) -> dict[str, str]:
-    """The views of a report; for agents without those of judges, which agents do not use."""
-    if not report.attempts:
-        return dict(VIEWS)
-    empty = {"judges": not report.matrix, "rubrics": not report.rubrics}
+    """The views of a report; for agents and runs without those of judges that are empty."""
+    few = report.attempts or not report.sweep
+    empty = {"judges": few and not report.matrix, "rubrics": few and not report.rubrics}
+    other = OF_AGENTS if report.attempts else {}
+    other = other if report.sweep else {**OF_RUNS, **other}
     kept = ((view, name) for view, name in VIEWS if not empty.get(view))
-    return {k: v for view, name in kept for k, v in OF_AGENTS.get(view, {view: name}).items()}
+    return {k: v for view, name in kept for k, v in other.get(view, {view: name}).items()}
 
 
 def page(report: SweepReport, *, reload_s: int = 0) -> str:
@@ -185,6 +204,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         reload_s=reload_s if report.state == "running" else 0,
         views=views_of(report).items(),
         names=views_of(report),
+        settings=report.settings if isinstance(report, RunsReport) else (),
         w=phrases,
         failure_words=FAILURE_WORDS,
         index=index,
