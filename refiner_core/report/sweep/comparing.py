@@ -265,7 +265,7 @@ def _detectable(evidence: SweepEvidence, chosen: Group | None, metric: str) -> d
         "seeds": seeds,
         "prompts": prompts,
         "components": components._asdict(),
-        "basis": f"how far seeds and prompts of this sweep are apart, {counted(seeds, 'seed')}, "
+        "basis": f"how far its seeds and prompts are apart, {counted(seeds, 'seed')}, "
         f"{prompts} prompts, {counted(several, 'arm')} against the baseline",
     }
 
