@@ -301,6 +301,7 @@ def report_command(
     from flows.running.status import required_run
     from infra.store.workspace import Workspace
     from refiner_core.report.pages import values
+    from refiner_core.report.sweep.rendering import runs_lines
     from refiner_core.report.sweep.sweep_report import TEXT
 
     where, rest = split_workspace(words)
@@ -322,7 +323,8 @@ def report_command(
     document = {**values(report), "folder": str(folder)}
     if sweep:
         document["wandb"] = ""
-    show(as_json, lambda: document, (folder / TEXT).read_text(encoding="utf-8").splitlines)
+    lines = (folder / TEXT).read_text(encoding="utf-8").splitlines
+    show(as_json, lambda: document, partial(runs_lines, report) if several else lines)
     if as_json:
         return
     beside = "report.csv, trials.csv, " if several or sweep else ""

@@ -10,7 +10,7 @@ in their seed are seeds of one arm, if all arms have the same seeds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -141,7 +141,8 @@ def compared_name(runs: Sequence[str]) -> str:
 def _arms(runs: Sequence[RunRecord]) -> tuple[_Arms, list[str]]:
     """Runs by arm and seed, and warnings about their seeds."""
     settings: list[dict[str, Any]] = [{} for _ in runs]
-    for path, info, values in field_values([run.config for run in runs]):
+    fields_ = field_values([run.config for run in runs])
+    for path, info, values in sorted(fields_, key=lambda field: not _is_own(field[0], runs)):
         if info.mark == "identity" and path not in _NAMES and any(v != values[0] for v in values):
             for found, value in zip(settings, values, strict=True):
                 found[path] = value
@@ -161,9 +162,18 @@ def _arms(runs: Sequence[RunRecord]) -> tuple[_Arms, list[str]]:
     return arms, warnings if len(set(seeds)) > 1 else []
 
 
+def _is_own(path: str, runs: Iterable[RunRecord]) -> bool:
+    """True if a field was given on the command line of one of the runs."""
+    given = (o.lstrip("+~").partition("=")[0] for run in runs for o in run.overrides)
+    return any(path == g or path.startswith(f"{g}.") for g in given)
+
+
 def _names(runs: Sequence[RunRecord], settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of arms: what differs if that is short, else the recipe, else with the run's id."""
-    said = [", ".join(f"{k}={v}" for k, v in found.items()) for found in settings]
+    paths = list(settings[0])
+    last = [path.rpartition(".")[2] for path in paths]
+    shown = dict(zip(paths, last if len(set(last)) == len(last) else paths, strict=True))
+    said = [", ".join(f"{shown[k]}={v}" for k, v in found.items()) for found in settings]
     for names in (said, [run.recipe for run in runs]):
         if len(set(names)) == len(runs) and all(0 < len(n) <= _MOST_OF_NAME for n in names):
             return names
@@ -202,12 +212,11 @@ def _as_sweep(
 
 def _settings(runs: Mapping[str, RunRecord]) -> list[Row]:
     """Settings by arm: those that differ first, of these one's own before the recipe's."""
-    given = {o.lstrip("+~").partition("=")[0] for run in runs.values() for o in run.overrides}
     rows = []
     for path, info, values in field_values([{}, *(run.config for run in runs.values())]):
         default, *values = values
         differs = any(value != values[0] for value in values)
-        own = any(path == g or path.startswith(f"{g}.") for g in given)
+        own = _is_own(path, runs.values())
         if path not in _NAMES and (differs or own or values[0] != default):
             shown = {a: shown_setting(path, v) for a, v in zip(runs, values, strict=True)}
             row = {"field": path, "mark": info.mark, "differs": differs, "own": own}

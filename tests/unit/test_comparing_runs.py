@@ -51,7 +51,7 @@ def test_runs_that_differ_in_their_seed_are_seeds_of_one_arm(made: RecordedSweep
     found, sweep = (compared(r) for r in (
         compare_runs(runs, made.root), make_sweep_report(made.name, made.root)
     ))  # fmt: skip
-    assert (found.arm, found.seeds, found.verdict) == ("grpo.beta=0.05", 2, sweep.verdict)
+    assert (found.arm, found.seeds, found.verdict) == ("beta=0.05", 2, sweep.verdict)
     assert (found.difference, found.difference_low) == (sweep.difference, sweep.difference_low)
 
 

@@ -228,7 +228,8 @@ def arm_row(found: ArmNumber, column: Mapping[str, Any], report: SweepReport) ->
     """One arm's number as text and drawings; a missing one is a dash, with the reason in the
     note."""
     baseline = found.arm == report.baseline
-    verdict = "baseline" if baseline else (found.verdict or "missing")
+    unknown = "missing" if finite(found.difference) is None else ""  # it has no direction
+    verdict = "baseline" if baseline else (found.verdict or unknown)
     excluded = f", {found.excluded} left out" if found.excluded else ""
     missing = "There is no number of this arm yet." if finite(found.value) is None else ""
     d = column["decimals"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -33,29 +33,76 @@ from refiner_core.report.transcripts import attempts_of, attempts_tables, exampl
 #: Comparisons printed in full besides the primary one, and rows of long tables.
 MOST_COMPARISONS = 8
 MOST_ARMS = 40
-#: Characters of a setting.
-_MOST_OF_VALUE = 60
+#: Rows of a text on runs, and characters of a setting in it.
+MOST_NUMBERS, _MOST_OF_VALUE = 30, 60
 
 
 def markdown(report: SweepReport) -> str:
     """The whole text; ends with one line feed."""
+    if isinstance(report, RunsReport):
+        found = template_of(__package__, "runs.md.jinja").render(
+            report=report, w=phrases, tables=runs_tables(report)
+        )
+        return found.rstrip() + "\n"
     compared = sorted(report.comparisons, key=lambda c: not c.primary)[: 1 + MOST_COMPARISONS]
     text = template_of(__package__, "report.md.jinja").render(
         report=report,
         w=phrases,
-        settings=_differing(report) if isinstance(report, RunsReport) else (),
         compared=[(comparison, _arms(comparison, report)) for comparison in compared],
     )
     return text.rstrip() + "\n"
 
 
-def _differing(report: RunsReport) -> list[list[str]]:
-    """Rows of the settings that decide what is computed and differ, for a text."""
-    return [
-        [row["field"], *(leaf(row["values"][arm])[:_MOST_OF_VALUE] for arm in report.arms)]
+def runs_tables(report: RunsReport) -> dict[str, list[tuple[str, ...]]]:
+    """Tables of a report of runs for a text, by heading; the first row of each is its header."""
+    runs = [(r["run"], r["arm"], r["recipe"], r["state"], r["label"]) for r in report.runs]
+    settings = [
+        (row["field"], *(leaf(row["values"][arm])[:_MOST_OF_VALUE] for arm in report.arms))
         for row in report.settings
         if row["differs"] and row["mark"] == "identity"
     ]
+    apart = "What differs, and decides what is computed"
+    numbers = [_number_row(c, report) for c in _clear_first(report.comparisons)]
+    signs = ", ".join(f"{sign} {word}" for word, sign in phrases.SIGNS.items())
+    compared = f"Numbers: of the first its value, of the others their difference to it ({signs})"
+    return {
+        "Runs": [("run", "arm", "recipe", "state", "note and tags"), *runs],
+        **({apart: [("setting", *report.arms), *settings]} if settings else {}),
+        **({compared: [("number", *report.arms), *numbers[:MOST_NUMBERS]]} if numbers else {}),
+    }
+
+
+def runs_lines(report: RunsReport) -> Iterator[str]:
+    """A report of runs for a terminal."""
+    yield f"{report.title}; baseline {report.baseline}"
+    yield from (printing.folded(plain(text), "warning: ") for text in report.warnings)
+    for title, rows in runs_tables(report).items():
+        yield f"\n{title}"
+        yield from (plain(line) for line in printing.table_lines(rows[1:], rows[0], "  "))
+    yield "\n" + printing.folded(plain(phrases.answer(report)), "Answer: ")
+
+
+def _clear_first(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """The primary comparison, those in which an arm is better or worse, the others."""
+
+    def order(one: Comparison) -> tuple[bool, bool]:
+        return not one.primary, not any(n.verdict in ("better", "worse") for n in one.numbers)
+
+    return sorted(comparisons, key=order)
+
+
+def _number_row(comparison: Comparison, report: SweepReport) -> tuple[str, ...]:
+    column, key = column_of(comparison, report), comparison.key
+    rows = {n.arm: arm_row(n, column, report) for n in comparison.numbers}
+    under = f", {key.protocol_name}" if key.protocol_name not in ("", "own") else ""
+    cells = [f"{key.metric} of {key.model}, {key.decoding}{under}"]
+    for arm in report.arms:
+        row = rows.get(arm)
+        parts = [printing.MISSING] if row is None else [row["value"], row["bounds"]]
+        if row is not None and not row["baseline"]:
+            parts = [row["difference"], row["difference_bounds"], row["sign"]]
+        cells.append(" ".join(filter(None, parts)))
+    return tuple(cells)
 
 
 def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
