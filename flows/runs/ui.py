@@ -127,8 +127,10 @@ def _answer(make: Any) -> Response:
 
 
 def _report(workspace: Workspace, kind: str, name: str) -> Response:
-    """The report of a run, a sweep or a night, made now; nothing is written to the workspace."""
+    """The report of a run, of several (``runs/A,B``), of a sweep or a night, made now; nothing is
+    written to the workspace."""
     from flows.reporting.run.report import report_run
+    from flows.reporting.several import report_runs
     from flows.reporting.writing import report_sweep
 
     if kind == "night":
@@ -136,12 +138,13 @@ def _report(workspace: Workspace, kind: str, name: str) -> Response:
         there = night.exists()
         text = night.read_text(encoding="utf-8") if there else "This night has no page yet."
         return HTMLResponse(text) if there else PlainTextResponse(text, 404)
-    if kind not in ("run", "sweep"):
+    make = {"run": report_run, "runs": report_runs, "sweep": report_sweep}.get(kind)
+    if make is None:
         return PlainTextResponse("There is no such page.", 404)
-    make = report_run if kind == "run" else report_sweep
+    named: Any = name.split(",") if kind == "runs" else name
     with tempfile.TemporaryDirectory(prefix="refiner-ui-") as folder:
         try:
-            made = make(name, workspace.root, folder=folder)
+            made: Any = make(named, workspace.root, folder=folder)
             return HTMLResponse(Path(made.page).read_text(encoding="utf-8"))
         except RefinerError as error:
             return PlainTextResponse(str(error), 404)

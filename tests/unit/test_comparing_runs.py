@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
 from flows.cli.main import main
 from flows.reporting.several import compare_runs
 from flows.reporting.writing import make_sweep_report
+from flows.runs.ui import app
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import trial_of
 from refiner_core.report.sweep.sweep_report import ArmNumber, SweepReport
@@ -71,6 +73,14 @@ def test_what_one_has_set_that_differs_comes_first(made: RecordedSweep) -> None:
     assert rows[0] == ("grpo.beta", True, True)
     assert ("grpo.learning_rate", False, False) in rows
     assert list(report.settings[0]["values"].values()) == [0.0, 0.05]
+
+
+def test_a_selection_in_the_browser_has_a_page(made: RecordedSweep) -> None:
+    client = TestClient(app(made.root, "key"), base_url="http://localhost")
+    client.get("/", params={"key": "key"})
+    runs = [*runs_of(made, "base", 1), *runs_of(made, "more", 1)]
+    assert "2 runs compared" in client.get(f"/runs/{','.join(runs)}").text
+    assert client.get(f"/runs/{runs[0]}").status_code == 404
 
 
 def test_the_command_writes_a_page_and_prints_the_settings(
