@@ -90,8 +90,8 @@ def _show_rows(rows: Sequence[RunRow], metric: str, limit: int, folder: str, as_
         nothing = [f"No run matches in {folder}."]
         show(as_json, lambda: {"version": 1, "runs": []}, lambda: nothing, ["refiner run tiny"])
         return
-    following = [command_line("report", rows[0].run, where)]
-    show_listing(as_json, lambda: rows_json(rows), table, header, following)
+    following = [command_line("report", *(row.run for row in rows[:n]), where) for n in (1, 2)]
+    show_listing(as_json, lambda: rows_json(rows), table, header, following[: len(rows)])
     if len(rows) > limit and not as_json:
         print_line(f"{limit} of {len(rows)} runs; --limit {len(rows)} shows all")
 

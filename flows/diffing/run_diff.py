@@ -432,9 +432,12 @@ def _equal(found: Difference) -> bool | None:
 
 
 def difference_lines(found: Difference) -> Iterator[str]:
-    """All sections with content; first whether the outputs are equal."""
+    """All sections with content: whether the outputs are equal, what was set and what clearly
+    changed, then the rest."""
     text = template_of(__package__, "difference.txt.jinja")
-    yield from text.render(d=found, verdict=verdict(found), show=_show).splitlines()
+    clear = [n for n in found["numbers"] if n["low"] is not None and not n["low"] <= 0 <= n["high"]]
+    said = text.render(d=found, verdict=verdict(found), clear=clear, show=_show)
+    yield from said.splitlines()
 
 
 def verdict(found: Difference) -> str:
@@ -473,6 +476,10 @@ def next_commands(found: Difference) -> list[str]:
         words += [f"workspace={found['a_workspace']}", "--sample"]
         words.append(f"{rollout['sample_id']}#{rollout['sample_index']}")
         commands.append(shlex.join(["refiner", "why", *words]))
+    where = found["a_workspace"]
+    if where == found["b_workspace"] and found["numbers"] and len(found["stages"]) > 1:
+        words = ["refiner", "report", found["a"], found["b"], f"workspace={where}"]
+        commands.append(shlex.join(words))
     if found["code"] is not None and found["code"]["folders"] is not None:
         commands.append(shlex.join(["diff", "-ru", *found["code"]["folders"]]))
     return commands

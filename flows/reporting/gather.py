@@ -306,8 +306,8 @@ def _mixed(
         odd = few[0]
         other = next((name for name in reversed(many) if name != odd), odd)
         yield (
-            f"Trials were made with {len(found)} versions of {what}, {odd} with another one than "
-            f"{other}: a difference of arms may come from that. "
+            f"{'Trials' if of else 'Runs'} were made with {len(found)} versions of {what}, {odd} "
+            f"with another one than {other}: a difference of arms may come from that. "
             f"`refiner diff {of}{other} {of}{odd}` shows it."
         )
 

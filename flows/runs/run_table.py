@@ -46,6 +46,8 @@ MAIN_METRICS = ("reward", "pass@1", "oracle", "rubric_score", "format_valid")
 _STATES = ("failed", "blocked", "cancelled", "interrupted", "paused", "killed", "hung", "waiting")
 #: Overrides that say where a run is, not what it is.
 _PLACES = ("workspace", "data_root")
+#: Overrides that give a run its note and tags.
+_LABEL = ("tracking.notes=", "tracking.tags=")
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,9 @@ def changes_of(rows: Sequence[RunRow]) -> dict[str, tuple[str, ...]]:
         common[row.recipe] = common.get(row.recipe, set(row.overrides)) & set(row.overrides)
     return {
         row.run: tuple(
-            o for o in row.overrides if counts[row.recipe] == 1 or o not in common[row.recipe]
+            o
+            for o in row.overrides
+            if not o.startswith(_LABEL) and (counts[row.recipe] == 1 or o not in common[row.recipe])
         )
         for row in rows
     }

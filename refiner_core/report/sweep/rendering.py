@@ -61,13 +61,17 @@ def runs_tables(report: RunsReport) -> dict[str, list[tuple[str, ...]]]:
         for row in report.settings
         if row["differs"] and row["mark"] == "identity"
     ]
-    apart = "What differs, and decides what is computed"
-    numbers = [_number_row(c, report) for c in _clear_first(report.comparisons)]
-    signs = ", ".join(f"{sign} {word}" for word, sign in phrases.SIGNS.items())
-    compared = f"Numbers: of the first its value, of the others their difference to it ({signs})"
+    decide = "What differs, and decides what is computed"
+    apart = [c for c in report.comparisons if any(n.difference for n in c.numbers)]
+    numbers = [_number_row(c, report) for c in _clear_first(apart or report.comparisons)]
+    found = {n.verdict for c in apart for n in c.numbers}
+    signs = ", ".join(f"{sign} {word}" for word, sign in phrases.SIGNS.items() if word in found)
+    same = len(report.comparisons) - len(apart)
+    same = f"; {same} are the same" if apart and same else ""
+    compared = f"Numbers, and differences to the first ({signs}{same})"
     return {
         "Runs": [("run", "arm", "recipe", "state", "note and tags"), *runs],
-        **({apart: [("setting", *report.arms), *settings]} if settings else {}),
+        **({decide: [("setting", *report.arms), *settings]} if settings else {}),
         **({compared: [("number", *report.arms), *numbers[:MOST_NUMBERS]]} if numbers else {}),
     }
 
