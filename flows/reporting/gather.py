@@ -67,7 +67,7 @@ def gather(workspace: Workspace, sweep: str) -> SweepEvidence:
     return replace(
         found,
         state="running" if works else found.state,
-        provenance=_provenance(record) | found.provenance,
+        provenance={**_provenance(record), **found.provenance},
     )
 
 

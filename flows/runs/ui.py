@@ -138,13 +138,13 @@ def _report(workspace: Workspace, kind: str, name: str) -> Response:
         there = night.exists()
         text = night.read_text(encoding="utf-8") if there else "This night has no page yet."
         return HTMLResponse(text) if there else PlainTextResponse(text, 404)
-    make = {"run": report_run, "runs": report_runs, "sweep": report_sweep}.get(kind)
-    if make is None:
+    makers: dict[str, Any] = {"run": report_run, "runs": report_runs, "sweep": report_sweep}
+    if kind not in makers:
         return PlainTextResponse("There is no such page.", 404)
-    named: Any = name.split(",") if kind == "runs" else name
+    named = name.split(",") if kind == "runs" else name
     with tempfile.TemporaryDirectory(prefix="refiner-ui-") as folder:
         try:
-            made: Any = make(named, workspace.root, folder=folder)
+            made = makers[kind](named, workspace.root, folder=folder)
             return HTMLResponse(Path(made.page).read_text(encoding="utf-8"))
         except RefinerError as error:
             return PlainTextResponse(str(error), 404)

@@ -108,8 +108,8 @@ def _line(series: NightSeries, index: int) -> Line:
 def _shown(series: NightSeries, line: Line) -> dict[str, Any]:
     spread = series.noise.spread
     nights = [row.night for row in series.rows]
-    before, last = [None, *line.values][-2:]
-    change = None if finite(before) is None or finite(last) is None else last - before
+    before, last = map(finite, [None, *line.values][-2:])
+    change = None if before is None or last is None else last - before
     return {
         "change": change,
         **summary(line._replace(steps=nights)),

@@ -67,8 +67,8 @@ def runs_tables(report: RunsReport) -> dict[str, list[tuple[str, ...]]]:
     found = {n.verdict for c in apart for n in c.numbers}
     signs = ", ".join(f"{sign} {word}" for word, sign in phrases.SIGNS.items() if word in found)
     same = len(report.comparisons) - len(apart)
-    same = f"; {same} are the same" if apart and same else ""
-    compared = f"Numbers, and differences to the first ({signs}{same})"
+    signs += f"; {same} are the same" * bool(apart and same)
+    compared = f"Numbers, and differences to the first ({signs})"
     return {
         "Runs": [("run", "arm", "recipe", "state", "note and tags"), *runs],
         **({decide: [("setting", *report.arms), *settings]} if settings else {}),
