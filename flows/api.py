@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from flows.proving.runs import prove_resume
     from flows.publishing.by_hand import begin_publication, plan_publication, publish_checkpoints
     from flows.reporting.run.report import report_of_run, report_run
+    from flows.reporting.several import compare_runs, report_runs
     from flows.reporting.writing import make_sweep_report, report_sweep
     from flows.rescoring.rescore import RescoreResult, rescore
     from flows.rescoring.rescore_plan import plan_rescoring
@@ -124,7 +125,7 @@ if TYPE_CHECKING:
     from flows.running.cancelling import cancel_run
     from flows.running.foreground import LaunchOptions
     from flows.running.logs import find_log, follow_log, read_log
-    from flows.running.status import KnownRun, list_runs, status_of_run, watch_run
+    from flows.running.status import status_of_run, watch_run
     from flows.runs.bundling import Bundle, Unbundled, bundle_run, unbundle
     from flows.runs.removing import Removal, prune_runs, remove_runs
     from flows.runs.run_table import RunRow, label_run, list_rows

@@ -68,6 +68,8 @@ _MOST_LINES = 100
 TERMINATION_S = 20.0
 #: Maximum length of a report that the UI shows completely, in characters.
 _MOST_MARKDOWN = 200_000
+#: Characters of a note in the name of a flow run.
+_MOST_OF_NOTE = 80
 #: A busy file system may show a process's end before its last line.
 LAST_LINE_S = 5.0
 #: Label of a flow run: the process that follows the call, in the form of :class:`ProcessId`.
@@ -212,11 +214,14 @@ class RecordedCall:
         return "sweep" if is_sweep(self.id) else "run"
 
     @property
-    def tags(self) -> tuple[str, ...]:
-        """Tags that a run began with."""
+    def label(self) -> tuple[str, tuple[str, ...]]:
+        """Note and tags of a run."""
+        from flows.runs.run_table import label_of
+
         if is_sweep(self.id):
-            return ()
-        return tuple((self.room.read_run(self.id).config.get("tracking") or {}).get("tags") or ())
+            return "", ()
+        tracking = self.room.read_run(self.id).config.get("tracking") or {}
+        return label_of(self.room, self.id, tracking)
 
     def start(self) -> BackgroundProcess:
         """Start a background process that works on it."""
@@ -290,10 +295,12 @@ def carry_out(title: str, folder: str, begin: Callable[[], RecordedCall]) -> Sta
 def _name_run(title: str, call: RecordedCall) -> None:
     """Make the call's id a parameter of the flow run, so that a retry continues it, and label the
     flow run with this process, so that others can tell whether it is still followed."""
-    tags = {*this_run.tags, f"{call.noun}:{call.name}", *call.tags}
+    note, own = call.label
+    tags = {*this_run.tags, f"{call.noun}:{call.name}", *own}
     parameters = {**this_run.parameters, "run": call.name, "workspace": str(call.room.root)}
     with get_client(sync_client=True) as client:
         name = f"{Path(title).stem} {call.name}" if call.noun == "run" else call.name
+        name += f": {note[:_MOST_OF_NOTE]}" if note else ""
         run_id = UUID(str(this_run.id))
         client.update_flow_run(run_id, parameters=parameters, name=name, tags=sorted(tags))
         client.update_flow_run_labels(run_id, {FOLLOWER: str(ProcessId.of())})

@@ -9,6 +9,7 @@ former field and JSON key ``mend`` (now ``fix``) of a finding is kept by
 COMMANDS = {"recipes": "list recipes", "profiles": "list profiles"}
 #: Former name in `flows.api` -> name.
 API_NAMES = {
+    **{"list_runs": "list_rows", "KnownRun": "RunRow"},
     **{"deploy_nightly": "deploy", "rescore_share": "rescore", "serve_nightly": "serve"},
     **{"Begun": "InitFolder", "Explained": "StageExplanation", "Launch": "LaunchOptions"},
     **{"Pinned": "PinnedStage", "Played": "PlayedTask", "Rescored": "RescoreResult"},

@@ -7,7 +7,7 @@ complete history; one that has not begun has none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from flows.running.status import the_stage as the_stage
 from infra.store.layout import AttemptPaths
 from infra.store.traces import list_rollouts
 from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.marks import ABSENT, FieldInfo, walk
 
 #: Prepared prompts of evaluations, and of training.
 HELD_OUT, TRAINED_ON = "rl_test.parquet", "rl_train.parquet"
@@ -55,6 +57,15 @@ def prompts_of(workspace: Workspace, attempt: AttemptPaths, name: str) -> tuple[
     folder = workspace.output_dir(data) if data else None
     path = None if folder is None else folder / name
     return data, path if path is not None and path.is_file() else None
+
+
+def field_values(
+    configs: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[str, FieldInfo, list[Any]]]:
+    """Each field of a recipe by its dotted name, with its value in recorded configurations."""
+    for path, info in walk(RecipeConfig):
+        default = info.default if info.legacy_value is ABSENT else info.legacy_value
+        yield path, info, [recorded_field(config, path, default) for config in configs]
 
 
 def recorded_field(config: Mapping[str, Any], path: str, default: Any) -> Any:

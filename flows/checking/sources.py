@@ -22,7 +22,7 @@ from refiner_core.contract.planned import HUB_DIGEST
 from refiner_core.contract.protocols import configs_under, refused_under, under
 from refiner_core.contract.sections.environment import check_settings
 from refiner_core.contract.services import engine_of, serves
-from refiner_core.data.sources import source_digest
+from refiner_core.data.sources import Which, resolve_source, source_digest
 from refiner_core.generation.load import resolve_ref
 
 _KINDS_OF_TAU2 = ("action", "communicate", "environment", "db", "nl")
@@ -116,7 +116,7 @@ def protocol_sources(measured: RecipeConfig) -> dict[str, str]:
     :func:`resolve_sources`."""
     sources = _of_measuring(measured)
     if measured.data.all_held_out:
-        sources["data.rl"] = _only_once(source_digest, _rows(measured.data), "rl")
+        sources["data.rl"] = _only_once(_rows_digest, _rows(measured.data), "rl")
     return sources
 
 
@@ -132,12 +132,23 @@ def _of_training(config: RecipeConfig) -> dict[str, str]:
         sources["environment"] = _only_once(environment_digest, config)
     own_rows = agent and config.data.sft_path == BUILTIN_ROWS  # rows of the environment's expert
     if config.data.sft_path is not None and not own_rows:
-        sources["data.sft"] = _only_once(source_digest, _rows(config.data), "sft")
+        digest = source_digest if agent else _rows_digest
+        sources["data.sft"] = _only_once(digest, _rows(config.data), "sft")
     if config.data.rl_path is not None and not agent:
-        sources["data.rl"] = _only_once(source_digest, _rows(config.data), "rl")
+        sources["data.rl"] = _only_once(_rows_digest, _rows(config.data), "rl")
     if config.publish.card_template is not None:
         sources["card_template"] = _only_once(_template_digest, config.publish.card_template)
     return sources
+
+
+def _rows_digest(data: DataConfig, which: Which) -> str:
+    """Digest of rows; those of a local file are checked, as the data stage does."""
+    digest, source = source_digest(data, which), resolve_source(data, which, pinned=False)
+    if source.kind in ("jsonl", "parquet"):
+        from refiner_core.data.rows import check_first_rows
+
+        check_first_rows(source)
+    return digest
 
 
 def _rows(data: DataConfig) -> DataConfig:

@@ -70,19 +70,19 @@ def runs_command(
 
 def _show_rows(rows: Sequence[RunRow], metric: str, limit: int, folder: str, as_json: bool) -> None:
     from flows.runs.run_table import changes_of
-    from refiner_core.report.printing import measured, moment
+    from refiner_core.report.printing import label, measured, moment
 
     changes, where = changes_of(rows), f"workspace={folder}"
     names = _short_names([row.run for row in rows])
     table = []
     for row in rows[:limit]:
-        said = [row.sweep, *changes[row.run], row.note and f'"{row.note}"']
+        said = [row.sweep, *changes[row.run], label(row.note and f'"{row.note}"', row.tags)]
         table.append(
             (
                 *(names[row.run], moment(row.started), row.recipe, row.state),
                 measured(row.metrics.get(metric) or {}, ""),
                 _cost(row),
-                " ".join([*filter(None, said), *(f"#{tag}" for tag in row.tags)]),
+                " ".join(filter(None, said)),
             )
         )
     header = ("run", "started", "recipe", "state", metric or "metric", "cost", "changes and note")
@@ -90,8 +90,8 @@ def _show_rows(rows: Sequence[RunRow], metric: str, limit: int, folder: str, as_
         nothing = [f"No run matches in {folder}."]
         show(as_json, lambda: {"version": 1, "runs": []}, lambda: nothing, ["refiner run tiny"])
         return
-    following = [command_line("report", rows[0].run, where)]
-    show_listing(as_json, lambda: rows_json(rows), table, header, following)
+    following = [command_line("report", *(row.run for row in rows[:n]), where) for n in (1, 2)]
+    show_listing(as_json, lambda: rows_json(rows), table, header, following[: len(rows)])
     if len(rows) > limit and not as_json:
         print_line(f"{limit} of {len(rows)} runs; --limit {len(rows)} shows all")
 
@@ -132,15 +132,15 @@ def tag_command(
 ) -> None:
     """Give RUN tags and a note, shown by `refiner runs` and `status`.
 
-    W&B and Prefect show those that a run begins with: tracking.notes and tracking.tags.
+    W&B and Prefect show those that a run begins with: `run --note`, tracking.tags.
     """
     from flows.runs.run_table import label_run
+    from refiner_core.report.printing import label
 
     folder, tags = split_workspace(words)
-    label = label_run(run, folder, tags=tags, note=note, remove=remove)
-    shown = " ".join(f"#{tag}" for tag in label["tags"])
-    lines = [f"{label['run']}: {label['note']} {shown}".rstrip(": ")]
-    show(as_json, lambda: {"version": 1, **label}, lambda: lines)
+    made = label_run(run, folder, tags=tags, note=note, remove=remove)
+    lines = [f"{made['run']}: {label(made['note'], made['tags'])}".rstrip(": ")]
+    show(as_json, lambda: {"version": 1, **made}, lambda: lines)
 
 
 _removing = (

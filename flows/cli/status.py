@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from flows.cli.aliases import former_option
+from flows.cli.aliases import former_list_of_runs, former_option
 from flows.cli.options import (
     argument,
     at_most_one,
@@ -25,7 +25,7 @@ from flows.cli.options import (
     split_workspace,
 )
 from infra.host.terminal import raw
-from refiner_core.report.printing import counted, size, table_lines
+from refiner_core.report.printing import counted, label, size, table_lines
 
 if TYPE_CHECKING:
     from flows.reporting.writing import WrittenReport
@@ -48,7 +48,7 @@ _HEADER = ("stage", "state", "job", "attempt", "progress", "left", "message")
 @click.option("--workspace", "folder", help="the same as workspace=DIR")
 @click.option("--watch", "-w", is_flag=True, help="redraw until the run has ended")
 @click.option("--incidents", is_flag=True, help="errors with their times and costs")
-@click.option("--all", "every", is_flag=True, help="list all runs")
+@click.option("--all", "every", is_flag=True, hidden=True)
 @json_option
 def status_command(
     words: tuple[str, ...],
@@ -70,10 +70,10 @@ def status_command(
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
-    word = at_most_one(rest, "run", " for the newest; --all lists them")
+    word = at_most_one(rest, "run", " for the newest; `refiner runs` lists them")
     workspace = Workspace.read_only(folder or where)
     if every:
-        _list_runs(workspace, as_json)
+        former_list_of_runs(str(workspace.root), as_json)
         return
     sweep, run = subject(workspace, word)
     watching = watch and not as_json
@@ -172,9 +172,8 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     from flows.runs.run_table import label_of
 
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
-    note, tags = label_of(workspace, status.run, tracking)
-    if label := " ".join([*note.split(), *(f"#{tag}" for tag in tags)]):
-        yield f"notes: {label}"
+    if said := label(*label_of(workspace, status.run, tracking)):
+        yield f"notes: {said}"
     yield from _orchestrator_lines(status, workspace)
     if (disk := status.disk) is not None:
         yield (
@@ -208,18 +207,6 @@ def _count(status: RunStatus) -> str:
         return ""
     still = sum(not i.resolved for i in status.incidents)
     return f"{counted(count, 'incident')}, {f'{still} open' if still else 'all resolved'}."
-
-
-def _list_runs(workspace: Workspace, as_json: bool) -> None:
-    from flows.running.status import list_runs
-
-    known = list_runs(workspace.root)
-    rows = [(run.run, run.recipe, run.state, f"{run.done}/{run.stages}") for run in known]
-    keys = ("run", "recipe", "state", "stages_done")
-    found = [dict(zip(keys, row, strict=True)) for row in rows]
-    nothing = [f"No run is recorded in {workspace.root}."]
-    table = table_lines(rows, ("run", "recipe", "state", "stages")) if rows else nothing
-    show(as_json, lambda: {"version": 1, "runs": found}, lambda: table)
 
 
 # ---------------------------------------------------------------- watching
@@ -287,7 +274,7 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
 
 
 @click.command("report")
-@argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [RUN]... [workspace=DIR]")
 @click.option("--out", metavar="DIR", help="folder for the files (default: WORKSPACE/reports/NAME)")
 @click.option("--watch", is_flag=True, help="update the report until the orchestrator has ended")
 @click.option("--every", "every_s", type=click.IntRange(min=1), default=15, show_default=True,
@@ -298,7 +285,10 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
 def report_command(
     words: tuple[str, ...], out: str | None, watch: bool, every_s: int, as_json: bool
 ) -> None:
-    """Write the report of RUN or SWEEP (default: the newest).
+    """Write the report of RUN or SWEEP (default: the newest), or of several RUNs on one page.
+
+    Several runs are compared with the first: settings that differ, paired differences, curves over
+    each other, answers side by side.
 
     RUN is an id, or an unambiguous part of one; a trial of a sweep is also
     SWEEP:ARM/seed1. Prints report.md and writes report.html, a page that works offline, with
@@ -306,32 +296,42 @@ def report_command(
     sweep reloads itself; --watch keeps it up to date.
     """
     from flows.reporting.run.report import report_run
+    from flows.reporting.several import compared_name, report_runs
     from flows.reporting.writing import report_sweep
     from flows.running.status import required_run
     from infra.store.workspace import Workspace
     from refiner_core.report.pages import values
+    from refiner_core.report.sweep.rendering import runs_lines
     from refiner_core.report.sweep.sweep_report import TEXT
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
-    sweep, run = subject(workspace, at_most_one(rest, "run or sweep", " for the newest"))
-    what = "a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called"
-    name = sweep or (run or required_run(workspace, None, what)).run
+    several, sweep = len(rest) > 1, None
+    make: Callable[..., WrittenReport[Any]]
+    if several:
+        runs = [required_run(workspace, word, "a run to compare").run for word in rest]
+        name, make = compared_name(runs), partial(report_runs, runs)
+    else:
+        sweep, run = subject(workspace, next(iter(rest), None))
+        what = "a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called"
+        name = sweep or (run or required_run(workspace, None, what)).run
+        make = partial(report_sweep if sweep else report_run, name)
     folder = output_folder(out or workspace.layout.reports / name)
-    make: Callable[[], WrittenReport[Any]] = partial(
-        report_sweep if sweep else report_run, name, where, folder=folder, reload_s=every_s
-    )
+    make = partial(make, where, folder=folder, reload_s=every_s)
     made = _written(make, every_s if watch else 0)
     report = made.report
     document = {**values(report), "folder": str(folder)}
     if sweep:
         document["wandb"] = ""
-    show(as_json, lambda: document, (folder / TEXT).read_text(encoding="utf-8").splitlines)
+    lines = (folder / TEXT).read_text(encoding="utf-8").splitlines
+    show(as_json, lambda: document, partial(runs_lines, report) if several else lines)
     if as_json:
         return
-    beside = "report.md, report.csv, trials.csv, report.json" if sweep else "report.md, report.json"
-    print_line(f"\nPage: {made.page}\nBeside it: {beside}")
-    if sweep and report.state == "running":
+    beside = "report.csv, trials.csv, " if several or sweep else ""
+    print_line(f"\nPage: {made.page}\nBeside it: report.md, {beside}report.json")
+    if several:
+        print_next(command_line("diff", *runs[:2], f"workspace={workspace.root}"))
+    elif sweep and report.state == "running":
         print_next(command_line("report", name, "--watch", f"workspace={workspace.root}"))
     elif not sweep:
         print_next(*report.next_commands)

@@ -26,14 +26,13 @@ from flows.diffing.sides import (
     find_side,
     pairs_of,
 )
-from flows.stored import recorded_field, rollouts_by_step
+from flows.stored import field_values, rollouts_by_step
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.loading import leaves
-from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.proofs import MEASURED
 from refiner_core.report.pages import template_of
 
@@ -49,14 +48,9 @@ Rows = Sequence[Mapping[str, Any]]
 
 def field_changes(a: DiffSide, b: DiffSide, pairs: Sequence[StagePair]) -> list[Row]:
     """Fields that differ, identity first, with the stages that each changes."""
-    left, right = a.config, b.config
     found = []
-    for path, info in walk(RecipeConfig):
-        if path in _NO_NEWS:
-            continue
-        default = info.default if info.legacy_value is ABSENT else info.legacy_value
-        one, other = (recorded_field(config, path, default) for config in (left, right))
-        if one == other:
+    for path, info, (one, other) in field_values([a.config, b.config]):
+        if path in _NO_NEWS or one == other:
             continue
         stages: tuple[str, ...] = ()
         if info.mark == "identity":
@@ -438,9 +432,12 @@ def _equal(found: Difference) -> bool | None:
 
 
 def difference_lines(found: Difference) -> Iterator[str]:
-    """All sections with content; first whether the outputs are equal."""
+    """All sections with content: whether the outputs are equal, what was set and what clearly
+    changed, then the rest."""
     text = template_of(__package__, "difference.txt.jinja")
-    yield from text.render(d=found, verdict=verdict(found), show=_show).splitlines()
+    clear = [n for n in found["numbers"] if n["low"] is not None and not n["low"] <= 0 <= n["high"]]
+    said = text.render(d=found, verdict=verdict(found), clear=clear, show=_show)
+    yield from said.splitlines()
 
 
 def verdict(found: Difference) -> str:
@@ -479,6 +476,10 @@ def next_commands(found: Difference) -> list[str]:
         words += [f"workspace={found['a_workspace']}", "--sample"]
         words.append(f"{rollout['sample_id']}#{rollout['sample_index']}")
         commands.append(shlex.join(["refiner", "why", *words]))
+    where = found["a_workspace"]
+    if where == found["b_workspace"] and found["numbers"] and len(found["stages"]) > 1:
+        words = ["refiner", "report", found["a"], found["b"], f"workspace={where}"]
+        commands.append(shlex.join(words))
     if found["code"] is not None and found["code"]["folders"] is not None:
         commands.append(shlex.join(["diff", "-ru", *found["code"]["folders"]]))
     return commands

@@ -1,6 +1,6 @@
-"""Gathers the data of a sweep's report from the records of a workspace.
+"""Gathers the data of a report on a sweep, or on several runs, from the records of a workspace.
 
-In: a workspace and the name of a sweep. Out:
+In: a workspace and the name of a sweep, or the record of trials. Out:
 :class:`~refiner_core.report.sweep.evidence.SweepEvidence`. Reads only, asks no scheduler, imports
 neither torch nor Prefect. Shared stages are read once, samples files by several threads. An
 unreadable evaluation is left out with a warning: its metrics are missing, not zero.
@@ -8,10 +8,11 @@ unreadable evaluation is left out with a warning: its metrics are missing, not z
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -60,37 +61,50 @@ def gather(workspace: Workspace, sweep: str) -> SweepEvidence:
         There is no such sweep; the message names the nearest.
     """
     record = read_sweep(workspace, sweep)
-    read = _StageReader(workspace)
+    works = orchestrator_of(workspace, sweep_call(record.name)).works
+    look = SweepWatcher(workspace, record.name).standings
+    found = evidence_of(workspace, record, lambda: look(record), SHOWN)
+    return replace(
+        found,
+        state="running" if works else found.state,
+        provenance={**_provenance(record), **found.provenance},
+    )
+
+
+def evidence_of(
+    workspace: Workspace,
+    record: SweepRecord,
+    look: Callable[[], Sequence[TrialStanding]],
+    metrics: Collection[str] | None = None,
+) -> SweepEvidence:
+    """Evidence of trials, given how to look at their states; with these curves, or with all."""
+    read = _StageReader(workspace, metrics)
     with ThreadPoolExecutor(1) as pool:  # records beside samples, which leave a core free
-        looked = pool.submit(SweepWatcher(workspace, record.name).standings, record)
+        looked = pool.submit(look)
         read.evaluations_of(record.trials)
         standings = looked.result()
     trials = tuple(
         read.trial(trial, standing)
         for trial, standing in zip(record.trials, standings, strict=True)
     )
+    over = all(s.state in ("done", "failed") for s in standings)
     return SweepEvidence(
         sweep=record,
         made_at=now_text(),
-        state=_state(workspace, record, standings),
+        state="finished" if over else "stopped",
         trials=trials,
         evaluations=read.evaluations,
         protocols=read.protocols,
         trainings=read.trainings,
         incidents=_incidents(workspace, standings),
         stored=read,
-        provenance=_provenance(workspace, record, read),
+        provenance={
+            **{"workspace": str(workspace.root), "trials": len(record.trials)},
+            "evaluations read": len(read.evaluations),
+            "judges": _judges(read.protocols),
+        },
         warnings=(*read.warnings, *_mixed(record, trials, read.made_with)),
     )
-
-
-def _state(
-    workspace: Workspace, sweep: SweepRecord, standings: Sequence[TrialStanding]
-) -> Literal["running", "finished", "stopped"]:
-    if orchestrator_of(workspace, sweep_call(sweep.name)).works:
-        return "running"
-    over = all(s.state in ("done", "failed") for s in standings)
-    return "finished" if over else "stopped"
 
 
 class _StageReader:
@@ -98,8 +112,8 @@ class _StageReader:
     :class:`refiner_core.report.sweep.evidence.SweepEvidence`). Unreadable texts are left out, since
     the metrics do not need them."""
 
-    def __init__(self, workspace: Workspace) -> None:
-        self.workspace = workspace
+    def __init__(self, workspace: Workspace, metrics: Collection[str] | None) -> None:
+        self.workspace, self.metrics = workspace, metrics
         self.samples = SamplesReader()
         self.evaluations: dict[str, tuple[MeasuredDecoding, ...]] = {}
         self.trainings: dict[str, Training] = {}
@@ -185,7 +199,7 @@ class _StageReader:
             # The newest attempt's file has the complete history.
             paths = self.workspace.layout.attempt(stage, numbers[-1])
             try:
-                self.trainings[stage] = read_training(paths.metrics)
+                self.trainings[stage] = read_training(paths.metrics, self.metrics)
             except WorkspaceError as error:
                 self.warnings.append(f"The curves of {name} ({stage}) are left out: {error}")
                 self.trainings[stage] = {}
@@ -239,10 +253,10 @@ def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMea
     return PromptMeans(means.prompts, tuple(means.metrics[i] for i in kept), means.values[kept])
 
 
-def read_training(path: Path) -> Training:
-    """The shown metrics of a ``metrics.jsonl``; a step's later line replaces an earlier one."""
+def read_training(path: Path, only: Collection[str] | None = SHOWN) -> Training:
+    """These metrics of a ``metrics.jsonl``; a step's later line replaces an earlier one."""
     found: dict[str, dict[int, float]] = {}
-    for step, metrics in read_metrics(path, SHOWN):
+    for step, metrics in read_metrics(path, only):
         for metric, value in metrics.items():
             if value is not None:
                 found.setdefault(metric, {})[step] = value
@@ -279,39 +293,40 @@ def _mixed(
     sweep: SweepRecord, trials: Sequence[TrialEvidence], made_with: Mapping[str, tuple[str, str]]
 ) -> Iterator[str]:
     """Warnings about trials made with different code or libraries, which may be the difference."""
+    of = f"{sweep.name}:" if sweep.name else ""
     for place, what in enumerate(("the code", "the libraries")):
         found: dict[str, list[str]] = {}
         for trial in trials:
             for made in sorted({made_with[stage][place] for stage in trial.evaluations}):
-                found.setdefault(made, []).append("{}/seed{}".format(*trial.place))
+                name = "{}/seed{}".format(*trial.place) if sweep.name else trial.row["run"]
+                found.setdefault(made, []).append(name)
         if len(found) < 2:
             continue
         few, many = min(found.values(), key=len), max(found.values(), key=len)
         odd = few[0]
         other = next((name for name in reversed(many) if name != odd), odd)
         yield (
-            f"Trials were made with {len(found)} versions of {what}, {odd} with another one than "
-            f"{other}: a difference of arms may come from that. "
-            f"`refiner diff {sweep.name}:{other} {sweep.name}:{odd}` shows it."
+            f"{'Trials' if of else 'Runs'} were made with {len(found)} versions of {what}, {odd} "
+            f"with another one than {other}: a difference of arms may come from that. "
+            f"`refiner diff {of}{other} {of}{odd}` shows it."
         )
 
 
-def _provenance(workspace: Workspace, sweep: SweepRecord, read: _StageReader) -> dict[str, Any]:
-    """Provenance of the report."""
-    given = {k: v for k, v in sweep.provenance.items() if isinstance(v, str | int | float | bool)}
-    judges = {
+def _judges(protocols: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    return {
         f"{judge.get('model')}@{judge.get('prompt')}": str(judge.get("revision") or "unknown")
-        for protocol in read.protocols.values()
+        for protocol in protocols.values()
         if (judge := protocol.get("judge"))
     }
+
+
+def _provenance(sweep: SweepRecord) -> dict[str, Any]:
+    """Provenance of a sweep."""
+    given = {k: v for k, v in sweep.provenance.items() if isinstance(v, str | int | float | bool)}
     return {
         **given,
-        "workspace": str(workspace.root),
         "sweep_version": sweep.number,
         "launched": sweep.started_at,
         "code": sweep.code,
-        "trials": len(sweep.trials),
-        "evaluations read": len(read.evaluations),
-        "judges": judges,
         "sweep file": sweep.text,
     }

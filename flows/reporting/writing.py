@@ -23,13 +23,21 @@ from refiner_core.report.pages import json_text
 from refiner_core.report.printing import whole
 from refiner_core.report.run.run_report import RunReport
 from refiner_core.report.sweep.rendering import csv_of, markdown, number_rows, page, trial_rows
-from refiner_core.report.sweep.sweep_report import NUMBERS, PAGE, TEXT, TRIALS, VALUES, SweepReport
+from refiner_core.report.sweep.sweep_report import (
+    NUMBERS,
+    PAGE,
+    TEXT,
+    TRIALS,
+    VALUES,
+    RunsReport,
+    SweepReport,
+)
 
 #: Interval at which the page of a running sweep reloads itself, seconds.
 RELOAD_S = 15
 
 
-R = TypeVar("R", SweepReport, RunReport)
+R = TypeVar("R", SweepReport, RunsReport, RunReport)
 
 
 @dataclass(frozen=True)

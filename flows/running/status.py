@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from infra.disk.probe import FreeSpace, Prober
 from infra.jobs.dispatch import LocalDispatcher, Router, read_only_router
@@ -24,7 +24,7 @@ from infra.jobs.failures import CLASSES, budget_left
 from infra.orchestrator.observe import Observer
 from infra.orchestrator.reconcile import NO_ROOM, AttemptStatus
 from infra.orchestrator.timeline import Incident, devices_of, first_line, run_events, run_incidents
-from infra.store.orchestrators import OrchestratorProcess, Standing, orchestrator_of
+from infra.store.orchestrators import OrchestratorProcess, orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, DispatchConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -213,51 +213,6 @@ def is_finished(workspace: Workspace, stages: Iterable[str]) -> bool:
     """True if every stage of a run or a sweep is done, given their ids."""
     own = (i for i in stages if not is_service(i))  # services are never done
     return all(workspace.layout.stage(i).result.exists() for i in own)
-
-
-class KnownRun(NamedTuple):
-    """One recorded run: its orchestrator, and the number of stages that are done."""
-
-    run: str
-    recipe: str
-    standing: Standing
-    finished: bool
-    done: int
-    stages: int
-
-    @property
-    def state(self) -> str:
-        """State in two words."""
-        words = {"running": "running", "elsewhere": "running elsewhere"}
-        return words.get(self.standing, "finished" if self.finished else "not finished")
-
-
-def list_runs(workspace: str | Path = RecipeConfig.workspace) -> list[KnownRun]:
-    """All runs that a workspace has recorded, oldest first.
-
-    Parameters
-    ----------
-    workspace
-        The folder; it need not exist.
-
-    Returns
-    -------
-    list of KnownRun
-        Empty if there are none.
-
-    Raises
-    ------
-    WorkspaceError
-        The folder is no workspace.
-    """
-    ws = Workspace.read_only(workspace)
-    found = []
-    for run in ws.runs():
-        stages = [i for i in run.stages.values() if not is_service(i)]
-        done = sum(ws.layout.stage(i).result.exists() for i in stages)
-        who, count = orchestrator_of(ws, run.run), len(stages)
-        found.append(KnownRun(run.run, run.recipe, who.standing, done == count, done, count))
-    return found
 
 
 @dataclass(frozen=True)

@@ -32,20 +32,22 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.kinds import KINDS
+from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.marks import walk
 from refiner_core.contract.records import RunRecord, to_json, trial_of
 from refiner_core.contract.services import is_service
 
 log = logging.getLogger(__name__)
 
-_INDEX_VERSION = 1
+_INDEX_VERSION = 2
 #: Metrics that a table shows if none is named, the first that a run has.
 MAIN_METRICS = ("reward", "pass@1", "oracle", "rubric_score", "format_valid")
 #: States, the one that decides first.
 _STATES = ("failed", "blocked", "cancelled", "interrupted", "paused", "killed", "hung", "waiting")
 #: Overrides that say where a run is, not what it is.
 _PLACES = ("workspace", "data_root")
+#: Overrides that give a run its note and tags.
+_LABEL = ("tracking.notes=", "tracking.tags=")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class RunRow:
         ``unreadable`` if a record is damaged.
     model, metrics
         The last evaluated model, and its numbers by name (greedy decoding, the recipe's protocol
-        first): ``value``, ``low``, ``high``, ``n``.
+        first): ``value``, ``low``, ``high``, ``n``. A run that trains has none by the base model.
     seconds, gpu_hours, cpu_hours, judge_calls
         Cost of all attempts at its stages; shared stages count in each run that has them.
     sweep
@@ -178,7 +180,9 @@ def changes_of(rows: Sequence[RunRow]) -> dict[str, tuple[str, ...]]:
         common[row.recipe] = common.get(row.recipe, set(row.overrides)) & set(row.overrides)
     return {
         row.run: tuple(
-            o for o in row.overrides if counts[row.recipe] == 1 or o not in common[row.recipe]
+            o
+            for o in row.overrides
+            if not o.startswith(_LABEL) and (counts[row.recipe] == 1 or o not in common[row.recipe])
         )
         for row in rows
     }
@@ -253,7 +257,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _row_of(workspace: Workspace, usage: UsageReader, run: RunRecord) -> tuple[RunRow, bool]:
+def row_of(workspace: Workspace, usage: UsageReader, run: RunRecord) -> tuple[RunRow, bool]:
     """The row of a run, and whether it can only change with a new attempt."""
     own = [i for i in run.stages.values() if not is_service(i)]
     done = sum(usage.is_done(i) for i in own)
@@ -306,10 +310,13 @@ def _state(workspace: Workspace, run: RunRecord, works: bool) -> tuple[str, bool
 
 
 def _numbers(workspace: Workspace, run: RunRecord) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The last evaluated model, and its numbers by metric."""
+    """The last evaluated model, and its numbers by metric. The base model is no result of a run
+    that trains."""
+    trains = any(i.rpartition("-")[0] in TRAINED for i in run.stages.values())
     evaluated = [i for i in run.stages.values() if i.startswith("evaluate-")]
     reports = (results_of(workspace, stage_id) or {} for stage_id in evaluated)
-    entries = [e for report in reports for e in report.get("evaluations") or ()]
+    every = (e for report in reports for e in report.get("evaluations") or ())
+    entries = [e for e in every if not (trains and e["stage"] == "base")]
     model = max((str(e["stage"]) for e in entries), key=_order, default="")
     # The recipe's own protocol before others, greedy before sampled answers.
     entries.sort(key=lambda e: (bool(e.get("under")), e["decoding"] != "greedy"))
@@ -379,7 +386,7 @@ class _Index:
             log.warning("%s is left out: %s", name, error)
             return None, None
         try:
-            row, is_settled = _row_of(self.workspace, usage, run)
+            row, is_settled = row_of(self.workspace, usage, run)
         except OSError as error:
             self.workspace.complaints.warn(Path(str(error)), "%s", error)
             row, is_settled = _row(self.workspace, run, "unreadable"), False

@@ -41,7 +41,7 @@ from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.records import RunRecord
 from refiner_core.report.charts import Series, chart
-from refiner_core.report.printing import hours
+from refiner_core.report.printing import hours, label
 from refiner_core.report.runs.rendering import RunsPage, page
 
 #: Curves that are shown first.
@@ -127,8 +127,10 @@ def _answer(make: Any) -> Response:
 
 
 def _report(workspace: Workspace, kind: str, name: str) -> Response:
-    """The report of a run, a sweep or a night, made now; nothing is written to the workspace."""
+    """The report of a run, of several (``runs/A,B``), of a sweep or a night, made now; nothing is
+    written to the workspace."""
     from flows.reporting.run.report import report_run
+    from flows.reporting.several import report_runs
     from flows.reporting.writing import report_sweep
 
     if kind == "night":
@@ -136,12 +138,13 @@ def _report(workspace: Workspace, kind: str, name: str) -> Response:
         there = night.exists()
         text = night.read_text(encoding="utf-8") if there else "This night has no page yet."
         return HTMLResponse(text) if there else PlainTextResponse(text, 404)
-    if kind not in ("run", "sweep"):
+    makers: dict[str, Any] = {"run": report_run, "runs": report_runs, "sweep": report_sweep}
+    if kind not in makers:
         return PlainTextResponse("There is no such page.", 404)
-    make = report_run if kind == "run" else report_sweep
+    named = name.split(",") if kind == "runs" else name
     with tempfile.TemporaryDirectory(prefix="refiner-ui-") as folder:
         try:
-            made = make(name, workspace.root, folder=folder)
+            made = makers[kind](named, workspace.root, folder=folder)
             return HTMLResponse(Path(made.page).read_text(encoding="utf-8"))
         except RefinerError as error:
             return PlainTextResponse(str(error), 404)
@@ -173,7 +176,7 @@ def _values(rows: Sequence[RunRow], link: Any) -> list[dict[str, Any]]:
     for row in rows:
         cost = row.gpu_hours or row.cpu_hours
         unit = "GPU-h" if row.gpu_hours else "CPU-h"
-        text = [row.sweep, *changes[row.run], row.note, *(f"#{tag}" for tag in row.tags)]
+        text = [row.sweep, *changes[row.run], label(row.note, row.tags)]
         found.append(
             {
                 **{"run": row.run, "short": row.run[-4:], "recipe": row.recipe},

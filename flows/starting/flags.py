@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -14,13 +13,11 @@ from infra.doctor.check import ask
 from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.data.rows import parse_row
-from refiner_core.data.sources import SYNTHETIC, Which, read_rows, resolve_source
+from refiner_core.data.rows import check_first_rows
+from refiner_core.data.sources import SYNTHETIC, Which, resolve_source
 
 _TIMEOUT_S = 10
 _GPUS = re.compile(r"\bgpu:(?:[A-Za-z][\w.-]*:)?(\d+)")
-#: Number of rows that are checked: a wrong form is wrong from the first row on.
-_READ = 200
 NONE = "none"
 TINY, DESK, TAU2 = "tiny", "desk", "tau2"
 TAU2_ROWS = "Jarrodbarnes/tau2-sft-seed-v3@main"
@@ -244,7 +241,5 @@ def inspect_rows(value: str, which: Which, *, parse: bool) -> tuple[str | None, 
     source = resolve_source(replace(DataConfig(), **named), which, pinned=False)
     if source.kind == "hub":
         return source.path, source.revision
-    for raw in itertools.islice(read_rows(source), _READ):
-        if parse:
-            parse_row(raw, which)
+    check_first_rows(source, parse=parse)
     return str(Path(source.path).expanduser().resolve()), None

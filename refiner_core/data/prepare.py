@@ -43,6 +43,7 @@ from refiner_core.data.prepared import write_demonstrations, write_prompts
 from refiner_core.data.rows import (
     DEFAULT_MODE,
     DataRow,
+    bad_rows,
     choose_questions,
     parse_any_row,
     same_questions,
@@ -51,8 +52,6 @@ from refiner_core.data.sources import Which, read_all_rows, resolve_source
 
 FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.parquet")
 T = TypeVar("T")
-#: Number of bad rows that an error names.
-_SHOWN_ERRORS = 10
 #: Training rows, and the others.
 Sides = tuple[list[T], list[T]]
 
@@ -205,7 +204,7 @@ class RowSelection:
             self.differing_ids += row.evidence.differing
             rows.append(row)
         if errors:
-            raise self._bad_rows(errors)
+            raise bad_rows(errors, tally.read, self.source)
         return rows
 
     def reason_to_drop(self, row: DataRow, seen: set[str]) -> str:
@@ -246,18 +245,6 @@ class RowSelection:
         if len(ids) > self.config.sft.pack_length:
             return "answer_too_long"
         return DemonstrationRow(row.sample_id, ids, loss_mask)
-
-    def _bad_rows(self, errors: Sequence[DataError]) -> DataError:
-        """One error for all rows that cannot be read."""
-        if len(errors) == 1:
-            return errors[0]
-        shown = "; ".join(error.what.rstrip(".") for error in errors[:_SHOWN_ERRORS])
-        more = f"; and {len(errors) - _SHOWN_ERRORS} more" * (len(errors) > _SHOWN_ERRORS)
-        return DataError(
-            f"{len(errors)} of {self.tally.read} rows cannot be used: {shown}{more}",
-            expected=errors[0].expected,
-            fix=f"correct these rows; `refiner data check {self.source.path}` lists all of them",
-        )
 
     def _nothing_left(self) -> DataError:
         """The reasons why no row is left, with the field that would keep some."""

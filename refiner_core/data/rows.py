@@ -20,8 +20,10 @@ passes through unchanged.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +31,7 @@ from typing import Any
 from refiner_core.answers import ParsedEvidence, compared, parse_evidence
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.fingerprint import derive_seed
-from refiner_core.data.sources import RawRow, Which
+from refiner_core.data.sources import DataSource, RawRow, Which, read_all_rows
 from refiner_core.rubrics import normalise_rubrics
 
 
@@ -157,6 +159,44 @@ def parse_any_row(raw: RawRow | DataError, which: Which) -> DataRow | DataError:
         return parse_row(raw, which)
     except DataError as error:
         return error
+
+
+#: Rows that are checked before a run, which takes a second, and rows that an error names.
+FIRST_ROWS = 5_000
+_SHOWN_ERRORS = 10
+
+
+def check_first_rows(source: DataSource, *, parse: bool = True) -> None:
+    """Refuse a source of which one of the first rows cannot be used; the error names all of these.
+
+    Parameters
+    ----------
+    parse
+        Whether rows must have a form of the refiner task; else any readable row will do.
+
+    Raises
+    ------
+    DataError
+        Rows cannot be used, or there are none.
+    """
+    rows = list(itertools.islice(read_all_rows(source), FIRST_ROWS))
+    found = (parse_any_row(raw, source.which) if parse else raw for raw in rows)
+    if errors := [row for row in found if isinstance(row, DataError)]:
+        raise bad_rows(errors, len(rows), source)
+
+
+def bad_rows(errors: Sequence[DataError], read: int, source: DataSource) -> DataError:
+    """One error for all rows that cannot be used, of those that were read."""
+    if len(errors) == 1:
+        return errors[0]
+    shown = "; ".join(error.what.rstrip(".") for error in errors[:_SHOWN_ERRORS])
+    more = f"; and {len(errors) - _SHOWN_ERRORS} more" * (len(errors) > _SHOWN_ERRORS)
+    return DataError(
+        f"{len(errors)} of {read} rows cannot be used: {shown}{more}",
+        expected=errors[0].expected,
+        fix="correct these rows; `refiner data check "
+        f"{shlex.quote(source.path)} --as {source.which}` lists all of them",
+    )
 
 
 def _parsed(raw: RawRow, which: Which) -> DataRow:

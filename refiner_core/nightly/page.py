@@ -16,7 +16,7 @@ from refiner_core.nightly.definition import Nightly, NightRow
 from refiner_core.report.charts import Series as Line
 from refiner_core.report.charts import chart, summary
 from refiner_core.report.pages import parts_of
-from refiner_core.report.printing import number
+from refiner_core.report.printing import finite, number
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,10 @@ def _line(series: NightSeries, index: int) -> Line:
 def _shown(series: NightSeries, line: Line) -> dict[str, Any]:
     spread = series.noise.spread
     nights = [row.night for row in series.rows]
+    before, last = map(finite, [None, *line.values][-2:])
+    change = None if before is None or last is None else last - before
     return {
+        "change": change,
         **summary(line._replace(steps=nights)),
         "canary": series.canary,
         "source": series.rows[-1].source,

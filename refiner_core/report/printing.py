@@ -165,6 +165,11 @@ def counted(value: int, one: str, many: str = "") -> str:
     return f"{count(value)} {one if value == 1 else many or one + 's'}"
 
 
+def label(note: str, tags: Iterable[str]) -> str:
+    """``try beta 0.05 #keep``, on one line."""
+    return " ".join([*note.split(), *(f"#{tag}" for tag in tags)])
+
+
 def total(values: Iterable[float | None]) -> float | None:
     """The sum of the known values; None if none is known."""
     known = [v for v in values if v is not None and math.isfinite(v)]

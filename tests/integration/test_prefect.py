@@ -67,14 +67,15 @@ def states(prefect: PrefectApi, flow_run: Mapping[str, Any]) -> dict[str, tuple[
 
 def test_a_run_is_a_flow_run_with_tasks_and_artifacts(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path, *STAGES)
+    call.room.write_label(call.run, {"note": "try beta 0.05", "tags": ["keep"]})
     with call.worked_on():
         play(call)
         eventually(lambda: call.said)
         call.end(1)
         flow_run = eventually(lambda: in_state(prefect, call, "FAILED"))
     # The flow run, of the deployment, with the run's parameters; its link is printed.
-    assert flow_run["name"] == f"small {call.run}"
-    assert {"refiner", f"run:{call.run}"} <= set(flow_run["tags"])
+    assert flow_run["name"] == f"small {call.run}: try beta 0.05"
+    assert {"refiner", f"run:{call.run}", "keep"} <= set(flow_run["tags"])
     deployment = prefect.get("/deployments/name/pipeline/refiner")
     assert flow_run["deployment_id"] == deployment["id"]
     assert flow_run["parameters"]["run"] == call.run

@@ -63,9 +63,9 @@ def call(place: Path, *args: str) -> Finished:
 
 
 def test_its_runs_are_listed_and_nothing_is_done_again(show: Callable[..., str]) -> None:
-    listed = json.loads(show("status", "--all", "workspace=runs", "--json"))
-    assert [(row["run"], row["state"]) for row in listed["runs"]] == [
-        (row["run"], row["state"]) for row in FACTS["runs"]
+    listed = json.loads(show("runs", "--all", "workspace=runs", "--json"))["runs"]
+    assert [(row["run"], row["state"] == "done") for row in listed[::-1]] == [
+        (row["run"], row["state"] == "finished") for row in FACTS["runs"]
     ]
     planned = json.loads(show("plan", "recipe.yaml", "workspace=runs", "--json"))
     assert {s["name"]: s["fingerprint"] for s in planned["stages"]} == FACTS["fingerprints"]

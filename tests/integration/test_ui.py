@@ -88,6 +88,9 @@ def test_runs_are_searched_ordered_filtered_and_compared(
     ((name, _, first, last),) = drawn(browser)
     assert (name, first, last) == (Workspace.read_only(place).run_ids()[0], 0.0, 0.8)
     assert "refiner report" in browser.run("document.querySelector('#commands').textContent")
+    choose(browser, "input[data-state=q]", "", "input")
+    browser.run("[...document.querySelectorAll('.tall input')].find(e => !e.checked).click()")
+    assert "/runs/" in browser.run("document.querySelector('#compare:not([hidden])').href")
     assert "Runtime.exceptionThrown" not in [event["method"] for event in browser.events]
     assert browser.run("document.title").startswith("Runs of"), "a hostile note is text"
 

@@ -16,6 +16,7 @@ from refiner_core.contract.config import NotifyConfig, RecipeConfig
 from refiner_core.contract.loading import load_recipe, warn_former
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.sections.steering import NotifyChannel, alarms_of
+from tests.bench.many_runs import write_runs
 from tests.support.nightly import NightLab
 
 
@@ -35,6 +36,24 @@ def test_a_command_that_lists(former: str, capsys: pytest.CaptureFixture[str]) -
     assert main(former.split()) == 0
     shown = capsys.readouterr()
     assert (shown.out, f"`refiner list {kind}` now" in shown.err) == (now, True)
+
+
+def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = f"workspace={tmp_path}"
+    write_runs(tmp_path, 2)
+    assert main(["runs", "--all", "--json", where]) == 0
+    now = json.loads(capsys.readouterr().out)["runs"]
+    assert main(["status", "--all", "--json", where]) == 0
+    shown = capsys.readouterr()
+    assert "`refiner runs --all` now" in shown.err
+    assert json.loads(shown.out)["runs"] == [
+        {"run": r["run"], "recipe": "tiny", "state": "done", "stages_done": "3/3"}
+        for r in reversed(now)
+    ]
+    assert main(["runs", "--all", where]) == 0
+    table = capsys.readouterr().out
+    assert main(["status", "--all", where]) == 0
+    assert capsys.readouterr().out == table
 
 
 def test_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

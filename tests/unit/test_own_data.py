@@ -59,6 +59,20 @@ def test_the_data_stage_names_all_bad_rows_too(tmp_path: Path) -> None:
     assert "refiner data check" in error.value.fix
 
 
+@pytest.mark.parametrize("words", [("plan", "tiny"), ("run", "tiny"), ("init", "mine")])
+def test_nothing_begins_with_bad_rows(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows.jsonl", [*api.example_rows("rl", 3), *bad_rows()])
+    named = ["--rl", "rows.jsonl"] if words[0] == "init" else ["data.rl_path=rows.jsonl"]
+    assert main([*words, *named]) == 3
+    said = capsys.readouterr().err
+    assert all(f"rows.jsonl:{line} " in said for line in (4, 5, 6))
+    assert "3 of 6 rows" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
 def test_rows_are_dropped_for_the_reasons_of_the_data_stage(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", api.example_rows("rl", 40))
     overrides = ["data.max_prompt_token_length=100"]

@@ -134,7 +134,7 @@ def test_a_sweep_with_nothing_done_has_a_report(workspace: Workspace, capsys) ->
     assert {p.name for p in folder.iterdir()} == {
         *("report.html", "report.md", "report.csv", "trials.csv", "report.json")
     }
-    assert "No evaluation of this sweep has ended" in (folder / "report.html").read_text()
+    assert "No evaluation has ended" in (folder / "report.html").read_text()
 
 
 def test_the_report_can_go_elsewhere_and_to_scripts(workspace: Workspace, tmp_path, capsys) -> None:

@@ -41,6 +41,18 @@ def test_a_row_has_state_changes_metrics_and_cost(place: Path) -> None:
     assert all(changes_of(rows)[row.run] == row.overrides for row in rows)
 
 
+def test_the_base_model_is_no_result_of_a_run_that_trains(place: Path) -> None:
+    run = Workspace.open(place).run_ids()[-1]
+    stage = Workspace.open(place).read_run(run).stages["evaluate-grpo"]
+    path = place / "stages" / stage / "result.json"
+    result = json.loads(path.read_text())
+    for entry in result["report"]["evaluations"]:
+        entry["stage"] = "base"
+    path.write_text(json.dumps(result))
+    (row,) = (row for row in list_rows(place) if row.run == run)
+    assert (row.model, row.metrics) == ("", {})
+
+
 def test_what_all_runs_of_a_recipe_share_is_no_change(place: Path) -> None:
     rows = [replace(r, overrides=("seed=2", *r.overrides)) for r in list_rows(place)]
     assert all("seed=2" not in changes for changes in changes_of(rows).values())
@@ -126,6 +138,9 @@ def test_notes_and_tags(place: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (row["run"], row["tags"]) == (run, ["good"])
     assert main(["status", run, where]) == 0
     assert "try beta #good" in capsys.readouterr().out
+    assert main(["report", run, where, "--out", str(place.parent / "page")]) == 0
+    assert "try beta #good" in capsys.readouterr().out.replace("\\", "")
+    assert "try beta #good" in (place.parent / "page/report.html").read_text()
 
 
 def test_the_same_as_json_and_as_a_frame(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ from flows.reporting.run.stages import (
 )
 from flows.reporting.writing import RELOAD_S, WrittenReport, write_files
 from flows.running.status import required_run
+from flows.runs.run_table import label_of
 from flows.stored import recorded_field
 from infra.disk.manager import DiskManager
 from infra.disk.usage import KINDS, inventory_of, size_of
@@ -64,13 +65,18 @@ def masked_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(masked_override, overrides))
 
 
+def shown_setting(path: str, value: Any) -> Any:
+    """A value of a field, without secrets."""
+    return HIDDEN if carries_secrets(path) else _shown(value)
+
+
 def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a recorded recipe that differ from their defaults, by dotted name."""
     found: dict[str, Any] = {}
     for path, info in walk(RecipeConfig):
         value = recorded_field(config, path, info.default)
         if path not in _IN_THE_HEAD and value != recorded_field({}, path, info.default):
-            found[path] = HIDDEN if carries_secrets(path) else _shown(value)
+            found[path] = shown_setting(path, value)
     return found
 
 
@@ -240,6 +246,7 @@ def report_of_run(
     rows = stage_rows(reading, status)
     state, state_text = standing_of(status, rows)
     evaluations = evaluations_of_run(reading)
+    note, tags = label_of(ws, reading.run.run, reading.run.config.get("tracking") or {})
     published, words = publications(reading), reading.run.command
     provenance = {  # machine and versions; the command is separate
         str(k): _shown(v)
@@ -258,6 +265,8 @@ def report_of_run(
         began_at=reading.run.started_at,
         ended_at="" if state == "running" else last_event(reading, rows),
         made_at=now_text(),
+        note=masked(note),
+        tags=tags,
         agent=bool(reading.config.environment.name),
         stages=rows,
         incidents=incident_lines(reading),

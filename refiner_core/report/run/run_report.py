@@ -67,8 +67,9 @@ class RunReport:
     """The complete report of a run at one moment.
 
     ``state``: ``running`` while an orchestrator works on it, else ``done``, ``failed`` or
-    ``stopped``. ``settings`` are the fields with other values than their defaults (dotted name ->
-    value), ``overrides`` those set on the command line; secrets are left out of both.
+    ``stopped``. ``note`` and ``tags`` are from ``refiner tag``. ``settings`` are the fields with
+    other values than their defaults (dotted name -> value), ``overrides`` those set on the command
+    line; secrets are left out of both.
 
     Display-only rows are mappings, as in ``report.json``:
 
@@ -110,6 +111,8 @@ class RunReport:
     began_at: str
     ended_at: str
     made_at: str
+    note: str = ""
+    tags: tuple[str, ...] = ()
     agent: bool = False
     stages: tuple[StageRow, ...] = ()
     incidents: tuple[Row, ...] = ()

@@ -54,7 +54,8 @@ function refresh() {
 }
 function showChosen() {
   const names = [...chosen]; $(".chosen").hidden = !names.length;
-  const lines = names.slice(0, 5).map(n => `refiner report ${n} ${found.where}`);
+  const lines = [`refiner report ${names.join(" ")} ${found.where}`], compare = $("#compare");
+  compare.hidden = !found.live || names.length < 2; compare.href = `runs/${names.join(",")}`;
   if (names.length === 2) lines.push(`refiner diff ${names.join(" ")} ${found.where}`);
   $("#commands").textContent = lines.join("\n");
   if (found.live) curves();

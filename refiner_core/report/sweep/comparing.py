@@ -74,12 +74,20 @@ def make_curves(evidence: SweepEvidence) -> tuple[Row, ...]:
         (name, metric, arm, seeds)
         for name, arms in by_stage.items()
         if not _shared(arms)
-        for metric in SHOWN
+        for metric in _in_order(arms)
         for arm, seeds in arms.items()
         if any(metric in t for t in seeds.values())
     ]
     most = min(_MOST, max(_FEWEST, _ALL_POINTS // max(1, len(found))))
     return tuple(_curve(name, metric, arm, seeds, most) for name, metric, arm, seeds in found)
+
+
+def _in_order(arms: Mapping[str, Mapping[int, Training]]) -> list[str]:
+    """Each logged metric once: those of sweeps first."""
+    found = {
+        metric for seeds in arms.values() for training in seeds.values() for metric in training
+    }
+    return [*(m for m in SHOWN if m in found), *sorted(found - {*SHOWN})]
 
 
 def _shared(arms: Mapping[str, Mapping[int, Training]]) -> bool:
@@ -257,7 +265,7 @@ def _detectable(evidence: SweepEvidence, chosen: Group | None, metric: str) -> d
         "seeds": seeds,
         "prompts": prompts,
         "components": components._asdict(),
-        "basis": f"how far seeds and prompts of this sweep are apart, {counted(seeds, 'seed')}, "
+        "basis": f"how far its seeds and prompts are apart, {counted(seeds, 'seed')}, "
         f"{prompts} prompts, {counted(several, 'arm')} against the baseline",
     }
 
@@ -313,8 +321,8 @@ def _warnings(evidence: SweepEvidence, groups: Sequence[Group]) -> list[str]:
     if own and len(arms) > 1 and not any(set(g.arms) == arms for g in own):
         found.append(
             "No protocol is common to all arms: their judge or rubrics differ, and with them what "
-            "their own numbers mean. Name a protocol file in `evaluate.protocols`, and run the "
-            "sweep again: only these evaluations are added."
+            "their own numbers mean. Name a protocol file in `evaluate.protocols`, and run it "
+            "again: only these evaluations are added."
         )
     return found
 

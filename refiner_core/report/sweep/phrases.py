@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from refiner_core.report.drawing import scale_for, strip
 from refiner_core.report.printing import (
@@ -32,10 +32,11 @@ from refiner_core.report.sweep.sweep_report import (
     NumberKey,
     Row,
     SweepReport,
+    TrialState,
 )
 
 _NAMED = 3
-_STATES = ("done", "running", "waiting", "held", "failed", "interrupted")
+_STATES = get_args(TrialState)
 
 
 def key_text(key: NumberKey) -> str:
@@ -118,7 +119,7 @@ def detectable_phrase(detectable: Mapping[str, Any], decimals: int) -> str:
         return ""  # also without any variation, which is luck, not infinite precision
     shown = max(decimals, decimals_for(None, float(effect)) - 1)
     power = detectable.get("power")
-    share = f" in {power * 100:.0f}\u00a0% of such sweeps" if isinstance(power, float) else ""
+    share = f" in {power * 100:.0f}\u00a0% of such comparisons" if isinstance(power, float) else ""
     return f"An effect of {number(float(effect), shown)} would have been seen{share}."
 
 
@@ -137,7 +138,8 @@ def state_text(report: SweepReport) -> str:
     """``18 trials: 12 done, 4 running, 2 failed.``"""
     found = Counter[str](t["state"] for t in report.trials)
     parts = [f"{found[state]} {state}" for state in _STATES if found[state]]
-    return f"{counted(len(report.trials), 'trial')}: {', '.join(parts) or 'none begun'}."
+    noun = "trial" if report.sweep else "run"
+    return f"{counted(len(report.trials), noun)}: {', '.join(parts) or 'none begun'}."
 
 
 def cost_of(arm: str, trials: Sequence[Row]) -> dict[str, Any]:
@@ -226,7 +228,8 @@ def arm_row(found: ArmNumber, column: Mapping[str, Any], report: SweepReport) ->
     """One arm's number as text and drawings; a missing one is a dash, with the reason in the
     note."""
     baseline = found.arm == report.baseline
-    verdict = "baseline" if baseline else (found.verdict or "missing")
+    unknown = "missing" if finite(found.difference) is None else ""  # it has no direction
+    verdict = "baseline" if baseline else (found.verdict or unknown)
     excluded = f", {found.excluded} left out" if found.excluded else ""
     missing = "There is no number of this arm yet." if finite(found.value) is None else ""
     d = column["decimals"]

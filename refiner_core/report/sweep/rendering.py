@@ -16,27 +16,34 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report import drawing, printing
 from refiner_core.report.charts import Series, chart, summary
-from refiner_core.report.pages import parts_of, template_of
+from refiner_core.report.pages import leaf, parts_of, template_of
 from refiner_core.report.printing import finite, plain
 from refiner_core.report.sweep import phrases
 from refiner_core.report.sweep.phrases import arm_row, column_of, comparison_notes
-from refiner_core.report.sweep.sweep_report import Comparison, Row, SweepReport, leading
+from refiner_core.report.sweep.sweep_report import Comparison, Row, RunsReport, SweepReport, leading
 from refiner_core.report.transcripts import attempts_of, attempts_tables, example_html
 
 #: Comparisons printed in full besides the primary one, and rows of long tables.
 MOST_COMPARISONS = 8
 MOST_ARMS = 40
+#: Rows of a text on runs, and characters of a setting in it.
+MOST_NUMBERS, _MOST_OF_VALUE = 30, 60
 
 
 def markdown(report: SweepReport) -> str:
     """The whole text; ends with one line feed."""
+    if isinstance(report, RunsReport):
+        found = template_of(__package__, "runs.md.jinja").render(
+            report=report, w=phrases, tables=runs_tables(report)
+        )
+        return found.rstrip() + "\n"
     compared = sorted(report.comparisons, key=lambda c: not c.primary)[: 1 + MOST_COMPARISONS]
     text = template_of(__package__, "report.md.jinja").render(
         report=report,
@@ -44,6 +51,62 @@ def markdown(report: SweepReport) -> str:
         compared=[(comparison, _arms(comparison, report)) for comparison in compared],
     )
     return text.rstrip() + "\n"
+
+
+def runs_tables(report: RunsReport) -> dict[str, list[tuple[str, ...]]]:
+    """Tables of a report of runs for a text, by heading; the first row of each is its header."""
+    runs = [(r["run"], r["arm"], r["recipe"], r["state"], r["label"]) for r in report.runs]
+    settings = [
+        (row["field"], *(leaf(row["values"][arm])[:_MOST_OF_VALUE] for arm in report.arms))
+        for row in report.settings
+        if row["differs"] and row["mark"] == "identity"
+    ]
+    decide = "What differs, and decides what is computed"
+    apart = [c for c in report.comparisons if any(n.difference for n in c.numbers)]
+    numbers = [_number_row(c, report) for c in _clear_first(apart or report.comparisons)]
+    found = {n.verdict for c in apart for n in c.numbers}
+    signs = ", ".join(f"{sign} {word}" for word, sign in phrases.SIGNS.items() if word in found)
+    same = len(report.comparisons) - len(apart)
+    signs += f"; {same} are the same" * bool(apart and same)
+    compared = f"Numbers, and differences to the first ({signs})"
+    return {
+        "Runs": [("run", "arm", "recipe", "state", "note and tags"), *runs],
+        **({decide: [("setting", *report.arms), *settings]} if settings else {}),
+        **({compared: [("number", *report.arms), *numbers[:MOST_NUMBERS]]} if numbers else {}),
+    }
+
+
+def runs_lines(report: RunsReport) -> Iterator[str]:
+    """A report of runs for a terminal."""
+    yield f"{report.title}; baseline {report.baseline}"
+    yield from (printing.folded(plain(text), "warning: ") for text in report.warnings)
+    for title, rows in runs_tables(report).items():
+        yield f"\n{title}"
+        yield from (plain(line) for line in printing.table_lines(rows[1:], rows[0], "  "))
+    yield "\n" + printing.folded(plain(phrases.answer(report)), "Answer: ")
+
+
+def _clear_first(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """The primary comparison, those in which an arm is better or worse, the others."""
+
+    def order(one: Comparison) -> tuple[bool, bool]:
+        return not one.primary, not any(n.verdict in ("better", "worse") for n in one.numbers)
+
+    return sorted(comparisons, key=order)
+
+
+def _number_row(comparison: Comparison, report: SweepReport) -> tuple[str, ...]:
+    column, key = column_of(comparison, report), comparison.key
+    rows = {n.arm: arm_row(n, column, report) for n in comparison.numbers}
+    under = f", {key.protocol_name}" if key.protocol_name not in ("", "own") else ""
+    cells = [f"{key.metric} of {key.model}, {key.decoding}{under}"]
+    for arm in report.arms:
+        row = rows.get(arm)
+        parts = [printing.MISSING] if row is None else [row["value"], row["bounds"]]
+        if row is not None and not row["baseline"]:
+            parts = [row["difference"], row["difference_bounds"], row["sign"]]
+        cells.append(" ".join(filter(None, parts)))
+    return tuple(cells)
 
 
 def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
@@ -145,6 +208,12 @@ VIEWS = (
     ("incidents", "Incidents"),
     ("protocols", "Protocols and provenance"),
 )
+#: Names in a report of runs, which has one more.
+OF_RUNS = {
+    "summary": {"summary": "Summary", "settings": "Settings"},
+    "arms": {"arms": "Numbers"},
+    "cost": {"cost": "Cost"},
+}
 #: Their names in a report of agents, which has one more.
 OF_AGENTS = {
     "arms": {"arms": "Arms", "attempts": "Why attempts fail"},
@@ -154,12 +223,13 @@ OF_AGENTS = {
 
 
 def views_of(report: SweepReport) -> dict[str, str]:
-    """The views of a report; for agents without those of judges, which agents do not use."""
-    if not report.attempts:
-        return dict(VIEWS)
-    empty = {"judges": not report.matrix, "rubrics": not report.rubrics}
+    """The views of a report; for agents and runs without those of judges that are empty."""
+    few = report.attempts or not report.sweep
+    empty = {"judges": few and not report.matrix, "rubrics": few and not report.rubrics}
+    other = OF_AGENTS if report.attempts else {}
+    other = other if report.sweep else {**OF_RUNS, **other}
     kept = ((view, name) for view, name in VIEWS if not empty.get(view))
-    return {k: v for view, name in kept for k, v in OF_AGENTS.get(view, {view: name}).items()}
+    return {k: v for view, name in kept for k, v in other.get(view, {view: name}).items()}
 
 
 def page(report: SweepReport, *, reload_s: int = 0) -> str:
@@ -185,6 +255,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         reload_s=reload_s if report.state == "running" else 0,
         views=views_of(report).items(),
         names=views_of(report),
+        settings=report.settings if isinstance(report, RunsReport) else (),
         w=phrases,
         failure_words=FAILURE_WORDS,
         index=index,

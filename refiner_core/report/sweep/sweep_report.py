@@ -14,7 +14,11 @@ REPORT_VERSION = 1
 #: Displayed fields by name, as in JSON.
 Row = Mapping[str, Any]
 
-TrialState = Literal["waiting", "running", "done", "failed", "interrupted", "held"]
+#: State of a trial; the last five are of runs without a sweep.
+TrialState = Literal[
+    "waiting", "running", "done", "failed", "interrupted", "held",
+    "not begun", "blocked", "cancelled", "paused", "unreadable",
+]  # fmt: skip
 #: Verdicts. ``judge moved``: the same answers were scored differently in the meantime, so
 #: a difference is no progress. ``not comparable``: other prompts or another protocol.
 Verdict = Literal["better", "worse", "not clear", "judge moved", "not comparable", "missing"]
@@ -142,6 +146,23 @@ class SweepReport:
     def primary(self) -> Comparison | None:
         """The comparison that answers the sweep's question."""
         return next((c for c in self.comparisons if c.primary), None)
+
+
+@dataclass(frozen=True)
+class RunsReport(SweepReport):
+    """The report of several runs: each is an arm, the first is the baseline.
+
+    Further rows:
+
+    - ``runs``: ``run``, ``arm``, ``seed``, ``recipe``, ``started``, ``state``, ``label`` (note and
+      tags).
+    - ``settings``: fields that differ, then others with other values than their defaults:
+      ``field``, ``mark``, ``differs``, ``own`` (given on the command line of a run, not by its
+      recipe), ``values`` by arm.
+    """
+
+    runs: tuple[Row, ...] = ()
+    settings: tuple[Row, ...] = ()
 
 
 def leading(
