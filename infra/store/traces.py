@@ -7,7 +7,7 @@ In: rows of rollouts, or the path of a trace. Out: Parquet and back, and the lin
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,17 +94,28 @@ def encode_rollouts(rows: Sequence[Mapping[str, Any]]) -> bytes:
 def read_rollouts(path: Path, leave_out: Collection[str] = ()) -> list[dict[str, Any]]:
     """The rows of one rollout file. ``leave_out``: columns that the reader does not need, such as
     the token ids and log-probabilities, which are most of the file."""
+    return [row for rows in rollout_batches(path, 1 << 16, leave_out) for row in rows]
+
+
+def rollout_batches(
+    path: Path, size: int, leave_out: Collection[str] = (), lengths: Collection[str] = ()
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one rollout file, ``size`` at a time. Of lists in the columns ``lengths`` only the
+    lengths are read into Python."""
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
-        table = file.read([n for n in file.schema_arrow.names if n not in leave_out])
-    names = json.loads((table.schema.metadata or {}).get(_JSON_COLUMNS, b"[]"))
-    rows: list[dict[str, Any]] = table.to_pylist()
-    for row in rows:
-        for name in names:
-            if name in row:
-                row[name] = None if row[name] is None else json.loads(row[name])
-    return rows
+        names = [n for n in file.schema_arrow.names if n not in leave_out]
+        as_json = json.loads((file.schema_arrow.metadata or {}).get(_JSON_COLUMNS, b"[]"))
+        for batch in file.iter_batches(size, columns=names):
+            for place, name in enumerate(names):
+                if name in lengths:
+                    batch = batch.set_column(place, name, pc.list_value_length(batch.column(name)))
+            rows: list[dict[str, Any]] = batch.to_pylist()
+            for row in rows:
+                row.update({n: json.loads(row[n]) for n in as_json if row.get(n) is not None})
+            yield rows
 
 
 def _holds_mapping(value: Any) -> bool:

@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.reporting.run.all_samples import write_samples_page
 from flows.reporting.run.results import (
+    ModelEvaluation,
     change_rows,
     evaluation_examples,
     evaluations_of_run,
@@ -234,12 +236,19 @@ def report_of_run(
     ConfigurationError
         There is no such run; the message names the nearest.
     """
+    reading = _reading(run, workspace)
+    return _report(reading, evaluations_of_run(reading))
+
+
+def _reading(run: str | None, workspace: str | Path) -> RunReading:
     ws = Workspace.read_only(workspace)
-    reading = RunReading(ws, required_run(ws, run, "a run to report on"))
+    return RunReading(ws, required_run(ws, run, "a run to report on"))
+
+
+def _report(reading: RunReading, evaluations: Sequence[ModelEvaluation]) -> RunReport:
     status = look(reading)
     rows = stage_rows(reading, status)
     state, state_text = standing_of(status, rows)
-    evaluations = evaluations_of_run(reading)
     published, words = publications(reading), reading.run.command
     provenance = {  # machine and versions; the command is separate
         str(k): _shown(v)
@@ -254,7 +263,7 @@ def report_of_run(
         state=state,
         state_text=masked(state_text),
         command=(*(Path(w).name for w in words[:1]), *masked_overrides(words[1:])),
-        workspace=str(ws.root),
+        workspace=str(reading.workspace.root),
         began_at=reading.run.started_at,
         ended_at="" if state == "running" else last_event(reading, rows),
         made_at=now_text(),
@@ -282,8 +291,9 @@ def report_run(
     *,
     folder: str | Path | None = None,
     reload_s: int = RELOAD_S,
+    samples: bool = True,
 ) -> WrittenReport[RunReport]:
-    """Write the report of a run as page, Markdown and JSON.
+    """Write the report of a run as page, Markdown and JSON, and the page of all its samples.
 
     Parameters
     ----------
@@ -295,6 +305,8 @@ def report_run(
         Folder for the files (default: ``reports/RUN`` in the workspace).
     reload_s
         Interval at which the page of a running run reloads itself, seconds.
+    samples
+        Write the page of all samples; without it, the report links to one that its reader makes.
 
     Returns
     -------
@@ -312,13 +324,17 @@ def report_run(
     from refiner_core.report.pages import json_text
     from refiner_core.report.run.rendering import markdown, page
 
-    report = report_of_run(run, workspace)
-    reports = Workspace.read_only(workspace).layout.reports
-    written = WrittenReport(report, reports / report.run if folder is None else Path(folder))
+    reading = _reading(run, workspace)
+    evaluations = evaluations_of_run(reading)
+    reports = reading.workspace.layout.reports
+    place = reports / reading.run.run if folder is None else Path(folder)
+    linked = write_samples_page(reading, evaluations, place) if samples else True
+    report = _report(reading, evaluations)
+    written = WrittenReport(report, place)
     files = {
         VALUES: json_text(report),
         TEXT: markdown(report),
-        PAGE: page(report, reload_s=reload_s),
+        PAGE: page(report, reload_s=reload_s, samples=linked),
     }
     write_files(written.folder, files)
     return written

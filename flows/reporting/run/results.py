@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from flows.reporting.run.stages import RunReading
-from flows.reporting.samples import SamplesReader, questions_of
+from flows.reporting.samples import SamplesReader, part_of_file, questions_of, sample_name
 from flows.stored import TRAINED_ON, newest_rollouts
 from infra.orchestrator.timeline import StageHistory
 from infra.store.traces import MetricsLine, read_metrics, read_rollouts
@@ -430,8 +431,11 @@ def _before_and_after(reading: RunReading, shown: Sequence[ModelEvaluation]) -> 
         reward = reading.config_of(evaluated.name).reward
         rows = reader.rows(evaluated.folder / file, prompts)
         first = {str(row["sample_id"]): row for row in reversed(rows)}
-        model = evaluated.model
-        answers.append({p: text_in_evaluation(row, model, reward) for p, row in first.items()})
+        said = partial(text_in_evaluation, model=evaluated.model, reward=reward)
+        part = (evaluated.name, part_of_file(file))
+        answers.append(
+            {p: {**said(row), "sample": sample_name(*part, row)} for p, row in first.items()}
+        )
     where = (reading.workspace, shown[-1].stage_id, shown[-1].attempt)
     asked = reading.tried("The prompts of evaluations", questions_of, *where, prompts)
     if prompts and asked == {}:
@@ -502,7 +506,7 @@ def _rollouts(
             str(row["sample_id"]),
             kind="rollout",
             why=why,
-            said=(text_in_training(row, reward),),
+            said=({**text_in_training(row, reward), "sample": sample_name(name, row["step"], row)},),
             metric="reward",
             change=None,
         )
