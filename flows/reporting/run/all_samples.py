@@ -52,7 +52,7 @@ PART, _PROMPTS = 250, 100
 #: Maximum number of samples; of a longer training every second, third … step is shown.
 MOST_SAMPLES = 1_000_000
 #: Maximum length of a question in a list, and number of judgements of a sample.
-_MOST_OF_QUESTION, _MOST_JUDGEMENTS = 120, 60
+_MOST_OF_QUESTION, _MOST_JUDGEMENTS = 120, 200
 _VERSION, _CALL = 1, "refinerSamples("
 _BULK = ("logprobs", "own", "turn_advantages")
 _LENGTHS = ("response_ids", "token_ids", "length_tokens")
@@ -255,9 +255,9 @@ def _parts(place: Path, source: _Source, key: str) -> dict[str, Any]:
         lines = []
         for row in rows:
             said = source.said(row, source.reward)
-            judgements = said["judgements"][:_MOST_JUDGEMENTS]
-            index.add(row, said)
-            lines.append(_line({**_shown(said), "judgements": [*map(_judged, judgements)]}))
+            judgements = [*map(_judged, said["judgements"][:_MOST_JUDGEMENTS])]
+            index.add(row, said, judgements)
+            lines.append(_line({**_shown(said), "judgements": judgements}))
         _write_part(place, f"{key}-{number}", lines)
         number += 1
     return {"n": len(index.numbers), "parts": number, "index": _packed(_line(index.columns()))}
@@ -294,13 +294,12 @@ class _Index:
         self.criteria: dict[str, int] = {}
         self.numbers: list[tuple[Any, ...]] = []
 
-    def add(self, row: Mapping[str, Any], said: Row) -> None:
+    def add(self, row: Mapping[str, Any], said: Row, judgements: Sequence[Row]) -> None:
         """Add a sample."""
         score = said["reward"] if said["reward"] is not None else said["metrics"].get("success")
         length = next((row[n] for n in _LENGTHS if row.get(n) is not None), len(said["text"]))
-        outcomes = [
-            3 * _place(self.criteria, name) + outcome for name, outcome in _outcomes(said).items()
-        ]
+        met = _outcomes(said, judgements)
+        outcomes = [3 * _place(self.criteria, name) + one for name, one in met.items()]
         self.numbers.append(
             (
                 *(_place(self.prompts, str(row["sample_id"])), int(row["sample_index"])),
@@ -331,10 +330,10 @@ def _failure(row: Mapping[str, Any], said: Row) -> str:
     return "" if said["finish_reason"] in ("stop", "") else f"ended: {said['finish_reason']}"
 
 
-def _outcomes(said: Row) -> dict[str, int]:
+def _outcomes(said: Row, judgements: Sequence[Row]) -> dict[str, int]:
     """Criterion -> worst outcome in the sample."""
     found: dict[str, int] = {}
-    for one in map(_judged, said["judgements"]):
+    for one in judgements:
         found[one["name"]] = max(found.get(one["name"], 0), one["outcome"])
     for check in (said["episode"] or {}).get("checks") or ():
         found[str(check.get("name"))] = _MET if check.get("passed") else _NOT_MET

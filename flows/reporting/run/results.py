@@ -366,13 +366,15 @@ def clip(text: str, most: int) -> str:
 
 def clipped(value: Any, most: int) -> Any:
     """JSON whose long texts are cut; numbers that are not finite are None."""
-    if isinstance(value, Mapping):
-        return {str(k): clipped(v, most) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [clipped(v, most) for v in value]
+    if isinstance(value, str):
+        return clip(value, most)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return clip(value, most) if isinstance(value, str) else value
+    if isinstance(value, list | tuple):
+        return [clipped(v, most) for v in value]
+    if isinstance(value, Mapping):
+        return {str(k): clipped(v, most) for k, v in value.items()}
+    return value
 
 
 #: Number of examples of each kind, and the smallest change that counts.

@@ -1,6 +1,6 @@
 // All samples of a run. samples/index.js has the small columns of all, samples/KEY-N.js the texts of a part; they are scripts
 // that call refinerSamples, since a page opened as a file cannot fetch. All texts become text nodes.
-const HEIGHT = 50, MOST_ROWS = 350000, MOST_SOURCES = 40, OUTCOMES = ["met", "not met", "unusable"], MARKS = ["✓", "✕", "◌"];
+const HEIGHT = 50, MOST_ROWS = 350000, MOST_SOURCES = 40, OUTCOMES = ["met", "not met", "unusable"], MARKS = ["✓", "✕", "◌"], BY_CHANGE = ["up", "down", "change"];
 const waiting = new Map(), packed = new Map(), recent = new Map();
 let all, shown = [], key = "", opened = "", report, hunt = 0;
 
@@ -97,7 +97,7 @@ function wantedCriteria(state) {
 }
 function matching(state) {
   const within = k => { const [low, high] = [0, 1].map(i => state[k + i].trim() === "" ? NaN : Number(state[k + i])); return Number.isNaN(low) && Number.isNaN(high) ? null : v => !(v < low) && !(v > high) && !Number.isNaN(v); };
-  const [step, score, length] = ["t", "r", "l"].map(within), wanted = wantedCriteria(state), changed = ["up", "down", "change"].includes(state.ord) ? changes() : null;
+  const [step, score, length] = ["t", "r", "l"].map(within), wanted = wantedCriteria(state), changed = BY_CHANGE.includes(state.ord) ? changes() : null;
   const failure = state.f.startsWith("=") ? all.failures.names.indexOf(state.f.slice(1)) : -1, found = [];
   all.sources.forEach((source, s) => {
     if (state.src && state.src !== `s:${source.stage}` && state.src !== `f:${source.family}`) return;
@@ -118,7 +118,7 @@ function ordered(found, by) {
   const values = new Float64Array(all.n), last = v => Number.isNaN(v) ? Infinity : v;
   for (const i of found) values[i] = last(value(i));
   // Of equal changes, answers to one prompt are side by side.
-  return found.sort((a, b) => values[a] - values[b] || (all.change && !["best", "worst", "long"].includes(by) ? all.prompt[a] - all.prompt[b] : 0) || a - b);
+  return found.sort((a, b) => values[a] - values[b] || (BY_CHANGE.includes(by) ? all.prompt[a] - all.prompt[b] : 0) || a - b);
 }
 const partOf = i => { const s = all.source[i]; return `${all.sources[s].key}-${Math.floor((i - all.first[s]) / all.part)}`; };
 const lineOf = i => (i - all.first[all.source[i]]) % all.part;
@@ -179,8 +179,8 @@ function paint() {
 }
 function list(found, more = "") {
   shown = found;
-  const cut = found.length > MOST_ROWS ? `; the first ${MOST_ROWS} are listed` : "", steps = all.left_out ? `; ${all.left_out} steps of training are left out` : "";
-  $("#count").textContent = `${found.length} of ${all.n} samples${cut}${more}${steps}.`;
+  const cut = found.length > MOST_ROWS ? `; the first ${MOST_ROWS} are listed` : "", none = !found.length && BY_CHANGE.includes(report.state.ord) ? "; no prompt of these was sampled at two places" : "", steps = all.left_out ? `; ${all.left_out} steps of training are left out` : "";
+  $("#count").textContent = `${found.length} of ${all.n} samples${cut}${none}${more}${steps}.`;
   paint();
 }
 function fail(error) { $("#count").textContent = String(error.message); }
@@ -242,7 +242,7 @@ async function open(name) {
   if (opened !== name) return;
   const failure = all.failures.names[all.failure[i]], link = el("a", "permalink"), change = changes()[i];
   link.href = addressOf(name, true);
-  const pills = [`score ${number(all.score[i])}`, `${all.length[i]} tokens`, said.status, Number.isNaN(change) ? "" : `this prompt changed by ${signed(change)}`].filter(Boolean).flatMap(t => [el("span.pill", t), " "]);
+  const pills = [`score ${number(all.score[i])}`, `${all.length[i]} tokens`, said.status === failure ? "" : said.status, Number.isNaN(change) ? "" : `this prompt changed by ${signed(change)}`].filter(Boolean).flatMap(t => [el("span.pill", t), " "]);
   const metrics = Object.entries(said.metrics).map(([k, v]) => el("li", `${k.replaceAll("_", " ")} `, el("b", number(v))));
   const parts = said.parts.map(([k, v, w, share]) => el("tr", el("th", k), el("td.num", number(v) + (w === null ? "" : ` × ${number(w)}`)), el("td.num", el("b", share === null ? "—" : number(share)))));
   const evidence = asked ? el("details.evidence", el("summary", "The prompt"), pre(asked[1], words)) : el("p.hint", "Its prompt is not stored any more.");
