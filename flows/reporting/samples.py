@@ -117,16 +117,6 @@ def credit_of(judgement: Mapping[str, Any]) -> float:
     return 1.0 - score if judgement.get("polarity") == "negative" else float(score)
 
 
-def sample_name(stage: str, part: str | int, row: Mapping[str, Any]) -> str:
-    """Name of a sample on the page of all samples; ``part`` is a step or a decoding."""
-    return f"{stage}/{part}/{row['sample_id']}/{row['sample_index']}"
-
-
-def part_of_file(file: str) -> str:
-    """The decoding that a samples file of an evaluation is named after."""
-    return Path(file).stem.removeprefix("samples-")
-
-
 # ---------------------------------------------------------------- prompts
 
 

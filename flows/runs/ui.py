@@ -7,10 +7,14 @@ the printed address, which the page keeps as a cookie, and a host name of loopba
 
 from __future__ import annotations
 
+import re
 import secrets
+import shutil
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import (
+    FileResponse,
     HTMLResponse,
     JSONResponse,
     PlainTextResponse,
@@ -47,6 +52,9 @@ from refiner_core.report.runs.rendering import RunsPage, page
 #: Curves that are shown first.
 _CURVES = ("scores", "rewards/mean", "reward", "loss/train_avg", "loss")
 _MOST_RUNS, _COOKIE = 12, "refiner-ui"
+#: Files of a page of samples, and number of runs whose pages are kept while serving.
+_OF_SAMPLES = re.compile(r"samples\.html|samples/[a-z0-9]+(-\d+)?\.js")
+_MOST_PAGES = 4
 
 
 def write_page(workspace: str | Path, folder: Path) -> Path:
@@ -60,7 +68,8 @@ def write_page(workspace: str | Path, folder: Path) -> Path:
     ws = Workspace.read_only(workspace)
 
     def link(kind: str, name: str) -> str:
-        report = ws.layout.reports / name / "report.html"
+        file = "samples.html" if kind == "samples" else "report.html"
+        report = ws.layout.reports / name / file
         return report.as_uri() if report.exists() else ""
 
     path = folder / "index.html"
@@ -79,6 +88,7 @@ def app(workspace: str | Path, key: str) -> Starlette:
         Needed by every request: once as ``?key=``, then as a cookie.
     """
     ws = Workspace.read_only(workspace)
+    pages, lock = tempfile.TemporaryDirectory(prefix="refiner-ui-"), threading.Lock()
 
     def index(request: Request) -> Response:
         if secrets.compare_digest(request.query_params.get("key", ""), key):
@@ -99,6 +109,9 @@ def app(workspace: str | Path, key: str) -> Starlette:
     def report(request: Request) -> Response:
         return _refused(request) or _report(ws, **request.path_params)
 
+    def samples(request: Request) -> Response:
+        return _refused(request) or _samples(ws, Path(pages.name), lock, **request.path_params)
+
     def _refused(request: Request) -> Response | None:
         if secrets.compare_digest(request.cookies.get(_COOKIE, ""), key):
             return None
@@ -109,6 +122,7 @@ def app(workspace: str | Path, key: str) -> Starlette:
             Route("/", index),
             Route("/rows.json", rows),
             Route("/curves.json", curves),
+            Route("/run/{name}/{file:path}", samples),
             Route("/{kind}/{name:path}", report),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],
@@ -116,6 +130,8 @@ def app(workspace: str | Path, key: str) -> Starlette:
 
 
 def _link(kind: str, name: str) -> str:
+    if kind in ("run", "samples"):
+        return f"/run/{name}/{'report' if kind == 'run' else kind}.html"
     return f"/{kind}/{name}"
 
 
@@ -138,13 +154,40 @@ def _report(workspace: Workspace, kind: str, name: str) -> Response:
         return HTMLResponse(text) if there else PlainTextResponse(text, 404)
     if kind not in ("run", "sweep"):
         return PlainTextResponse("There is no such page.", 404)
-    make = report_run if kind == "run" else report_sweep
+    make: Any = partial(report_run, samples=False) if kind == "run" else report_sweep
     with tempfile.TemporaryDirectory(prefix="refiner-ui-") as folder:
         try:
             made = make(name, workspace.root, folder=folder)
             return HTMLResponse(Path(made.page).read_text(encoding="utf-8"))
         except RefinerError as error:
             return PlainTextResponse(str(error), 404)
+
+
+def _samples(
+    workspace: Workspace, pages: Path, lock: threading.Lock, name: str, file: str
+) -> Response:
+    """The report of a run, or its page of samples, written for this server's time; or a script of
+    that page."""
+    from flows.reporting.run.report import report_run
+
+    if file == "report.html":
+        return _report(workspace, "run", name)
+    try:
+        run = find_run(workspace, name)
+        if run is None or not _OF_SAMPLES.fullmatch(file):
+            return PlainTextResponse("There is no such page.", 404)
+        folder = pages / run.run
+        if file == "samples.html":
+            with lock:
+                for old in sorted(pages.iterdir(), key=lambda p: p.stat().st_mtime)[:-_MOST_PAGES]:
+                    shutil.rmtree(old)
+                report_run(run.run, workspace.root, folder=folder)
+    except RefinerError as error:
+        return PlainTextResponse(str(error), 404)
+    path = folder / file
+    if not path.is_file():
+        return PlainTextResponse("There is no such page.", 404)
+    return FileResponse(path, headers={"Cache-Control": "no-cache"})
 
 
 # ---------------------------------------------------------------- content
@@ -184,7 +227,7 @@ def _values(rows: Sequence[RunRow], link: Any) -> list[dict[str, Any]]:
                 },
                 **{"cost": f"{hours(cost)} {unit}" if cost else "", "cost_value": cost},
                 "metrics": {name: _number(entry) for name, entry in row.metrics.items()},
-                "link": link("run", row.run),
+                **{"link": link("run", row.run), "samples": link("samples", row.run)},
             }
         )
     return found

@@ -7,6 +7,7 @@ In: rows of rollouts, or the path of a trace. Out: Parquet and back, and the lin
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,25 @@ def read_metrics(path: Path, only: Collection[str] | None = None) -> list[Metric
         return again(read)
     except FileNotFoundError:
         return []
+
+
+def last_metrics(path: Path, only: Collection[str], size: int = 1 << 18) -> list[MetricsLine]:
+    """The complete lines in the last ``size`` bytes of a ``metrics.jsonl``, for a reader that looks
+    often.
+
+    Raises
+    ------
+    WorkspaceError
+        A line is not in the format of refiner.
+    """
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - size)
+            file.seek(start)
+            lines = file.read().decode(errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    return [_metrics_line(path, n, line, only) for n, line in enumerate(lines[bool(start) : -1], 1)]
 
 
 def _metrics_line(path: Path, number: int, line: str, only: Collection[str] | None) -> MetricsLine:
@@ -100,8 +120,8 @@ def read_rollouts(path: Path, leave_out: Collection[str] = ()) -> list[dict[str,
 def rollout_batches(
     path: Path, size: int, leave_out: Collection[str] = (), lengths: Collection[str] = ()
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rows of one rollout file, ``size`` at a time. Of lists in the columns ``lengths`` only the
-    lengths are read into Python."""
+    """The rows of one rollout file, ``size`` at a time. A list in one of the columns ``lengths`` is
+    replaced by its length."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 

@@ -1,6 +1,6 @@
 """`python -m tests.bench many_samples [SAMPLES]`: the page of all samples of a long training.
 
-Prints one JSON line per measurement: ``name``, ``ours``, ``goal`` (none: only measured), ``samples``.
+Prints one JSON line per measurement: ``name``, ``ours``, ``goal`` (null: none), ``samples``.
 Writing is a `refiner report` process of its own; the page is opened as a file in Chromium. Exits
 with 1 where a goal is missed.
 """

@@ -6,8 +6,8 @@ sampling and evaluated answer. A page opened as a file cannot fetch, so it loads
 samples or prompts, loaded when they are shown or searched. Scripts contain only names and base64 of
 compressed JSON, so that no text of a policy is code.
 
-Each file of samples is read once, batch by batch: its parts are named by its content and kept. Those
-of rollouts that were deleted since stay on the page. Memory is that of one batch and the index.
+Each file of samples is read once, batch by batch: its parts are named by its content and kept.
+Those of rollouts that were deleted since stay on the page. Memory: one batch and the index.
 """
 
 from __future__ import annotations
@@ -34,8 +34,15 @@ from flows.reporting.run.results import (
     text_in_training,
 )
 from flows.reporting.run.stages import UNREADABLE, RunReading
-from flows.reporting.samples import credit_of, part_of_file, sample_name
-from flows.stored import HELD_OUT, TRAINED_ON, newest_rollouts, prompts_of
+from flows.reporting.samples import credit_of
+from flows.stored import (
+    HELD_OUT,
+    SAMPLES_PAGE,
+    TRAINED_ON,
+    newest_rollouts,
+    part_of_file,
+    prompts_of,
+)
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.traces import rollout_batches
@@ -46,9 +53,9 @@ from refiner_core.report.printing import finite
 from refiner_core.report.run.run_report import Row
 from refiner_core.report.transcripts import conversation, verdict_of
 
-FOLDER, PAGE, INDEX = "samples", "samples.html", "index.js"
+FOLDER, INDEX = "samples", "index.js"
 #: Samples of a part, and prompts of one.
-PART, _PROMPTS = 250, 100
+PART, _PROMPTS = 500, 100
 #: Maximum number of samples; of a longer training every second, third … step is shown.
 MOST_SAMPLES = 1_000_000
 #: Maximum length of a question in a list, and number of judgements of a sample.
@@ -88,9 +95,13 @@ class _Source:
 
 
 def write_samples_page(
-    reading: RunReading, evaluations: Sequence[ModelEvaluation], folder: Path
+    reading: RunReading,
+    evaluations: Sequence[ModelEvaluation],
+    folder: Path,
+    progress: Callable[[int, int], None] | None = None,
 ) -> bool:
-    """Write the page; False for a run without samples.
+    """Write the page; False for a run without samples. ``progress`` is called with the number of
+    files read, and of all.
 
     Raises
     ------
@@ -105,10 +116,13 @@ def write_samples_page(
     sources = sorted(_sources(reading, evaluations, prompts), key=lambda s: s.order)
     found: dict[str, dict[str, Any]] = {}
     with no_space_guard(folder, "writing the page of samples"):
-        for source in (shown := _thinned(sources)):
+        shown = _thinned(sources)
+        for number, source in enumerate(shown, start=1):
             what = f"The samples of {source.name}"
             if made := reading.tried(what, _entry, place, source, former["sources"]):
                 found[source.name] = made
+            if progress is not None:
+                progress(number, len(shown))
         there = {source.name for source in sources}
         for name, entry in former["sources"].items():
             if name not in there and entry["stage"] in reading.run.stages:
@@ -127,7 +141,7 @@ def write_samples_page(
         atomic.write_text(place / INDEX, f"{_CALL}{json.dumps(index)})\n")
         total = sum(entry["n"] for entry in ordered)
         text = page(SamplesPage(reading.run.run, reading.run.recipe, total, now_text()))
-        atomic.write_text(folder / PAGE, text)
+        atomic.write_text(folder / SAMPLES_PAGE, text)
         _remove_others(place, index)
     return True
 
@@ -185,8 +199,8 @@ def _sources(
             if path.is_file():
                 yield source(name, result.attempt, TRAINED_ON, **where, said=_text_of_attempt)
     for place, one in enumerate(evaluations, start=len(reading.names)):
-        files = {str(entry["samples_file"]): None for entry in one.report["evaluations"]}
-        for number, file in enumerate(files):
+        names = dict.fromkeys(str(entry["samples_file"]) for entry in one.report["evaluations"])
+        for number, file in enumerate(names):
             label, path = part_of_file(file), one.folder / file
             family = ", ".join(filter(None, (label, one.under)))
             where = {"label": label, "family": family, "order": (place, number), "path": path}
@@ -361,10 +375,3 @@ def _shown(said: Row) -> dict[str, Any]:
     parts = [[p["name"], p["value"], p["weight"], p["share"]] for p in said["parts"]]
     names = ("text", "status", "finish_reason", "failed", "metrics")
     return {**{n: said[n] for n in names}, "parts": parts, "talk": talk}
-
-
-def link_of(page: Path, stage: str, part: str, sample: Mapping[str, Any]) -> str:
-    """Address of a sample on a page of samples."""
-    from urllib.parse import quote
-
-    return f"{page.as_uri()}#s={quote(sample_name(stage, part, sample), safe='/:')}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +292,7 @@ def report_run(
     folder: str | Path | None = None,
     reload_s: int = RELOAD_S,
     samples: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> WrittenReport[RunReport]:
     """Write the report of a run as page, Markdown and JSON, and the page of all its samples.
 
@@ -307,6 +308,8 @@ def report_run(
         Interval at which the page of a running run reloads itself, seconds.
     samples
         Write the page of all samples; without it, the report links to one that its reader makes.
+    progress
+        Called with the number of files of samples read, and of all.
 
     Returns
     -------
@@ -328,7 +331,7 @@ def report_run(
     evaluations = evaluations_of_run(reading)
     reports = reading.workspace.layout.reports
     place = reports / reading.run.run if folder is None else Path(folder)
-    linked = write_samples_page(reading, evaluations, place) if samples else True
+    linked = write_samples_page(reading, evaluations, place, progress) if samples else True
     report = _report(reading, evaluations)
     written = WrittenReport(report, place)
     files = {

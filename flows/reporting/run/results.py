@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from flows.reporting.run.stages import RunReading
-from flows.reporting.samples import SamplesReader, part_of_file, questions_of, sample_name
-from flows.stored import TRAINED_ON, newest_rollouts
+from flows.reporting.samples import SamplesReader, questions_of
+from flows.stored import TRAINED_ON, newest_rollouts, part_of_file, sample_name
 from infra.orchestrator.timeline import StageHistory
 from infra.store.traces import MetricsLine, read_metrics, read_rollouts
 from refiner_core.contract.config import RewardConfig
@@ -508,7 +508,9 @@ def _rollouts(
             str(row["sample_id"]),
             kind="rollout",
             why=why,
-            said=({**text_in_training(row, reward), "sample": sample_name(name, row["step"], row)},),
+            said=(
+                {**text_in_training(row, reward), "sample": sample_name(name, row["step"], row)},
+            ),
             metric="reward",
             change=None,
         )

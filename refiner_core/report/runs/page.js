@@ -57,6 +57,8 @@ function showChosen() {
   const lines = names.slice(0, 5).map(n => `refiner report ${n} ${found.where}`);
   if (names.length === 2) lines.push(`refiner diff ${names.join(" ")} ${found.where}`);
   $("#commands").textContent = lines.join("\n");
+  const linked = rows.filter(r => chosen.has(r.run) && r.samples).slice(0, 12);
+  $("#samples").replaceChildren(...linked.flatMap(r => { const a = document.createElement("a"); a.href = r.samples; a.textContent = `all samples of ${r.short}`; return [a, " "]; }));
   if (found.live) curves();
 }
 async function ask(path) {
