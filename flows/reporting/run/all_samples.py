@@ -348,6 +348,8 @@ def _outcomes(said: Row, judgements: Sequence[Row]) -> dict[str, int]:
     """Criterion -> worst outcome in the sample."""
     found: dict[str, int] = {}
     for one in judgements:
+        if one["outcome"] is None:
+            continue
         found[one["name"]] = max(found.get(one["name"], 0), one["outcome"])
     for check in (said["episode"] or {}).get("checks") or ():
         found[str(check.get("name"))] = _MET if check.get("passed") else _NOT_MET
@@ -360,7 +362,9 @@ def _judged(judgement: Mapping[str, Any]) -> dict[str, Any]:
     rubric = kind in ("rubric", "")
     name = judgement.get("title") or judgement.get("criterion") if rubric else kind
     credit = math.nan if score is None else credit_of(judgement)
-    outcome = _UNUSABLE if math.isnan(credit) else _MET if credit >= 0.5 else _NOT_MET
+    outcome: int | None = _UNUSABLE if math.isnan(credit) else _MET if credit >= 0.5 else _NOT_MET
+    if kind == "citation_needed" and score is not None:
+        outcome = None  # neither answer is better
     about = judgement.get("criterion") if rubric else judgement.get("claim")
     words = [str(judgement[n]) for n in ("detail", "reason") if judgement.get(n)]
     return {

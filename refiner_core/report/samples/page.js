@@ -213,8 +213,9 @@ function marked(text, words) {
 function pre(text, words, kind = "pre") { const made = el(kind, ...marked(text, words)); made.dir = "auto"; return made; }
 function judged(j, words) {
   const said = [j.about && j.about !== j.name ? j.about : "", ...j.words].filter(Boolean).map(w => el("span.small", ...marked(w, words)));
-  return el("li.judged", el(`span.mark-of.o${j.outcome}`, el("b", `${MARKS[j.outcome]} ${OUTCOMES[j.outcome]}`)),
-    el("span", el("bdi", ...marked(j.name, words)), " ", el("span.pill", j.score === null ? "no score" : `score ${number(j.score)}`), " ", j.negative ? el("span.pill", "a fault: lower is better") : "",
+  const mark = j.outcome === null ? el("span.mark-of") : el(`span.mark-of.o${j.outcome}`, el("b", `${MARKS[j.outcome]} ${j.negative ? ["absent", "present", "unusable"][j.outcome] : OUTCOMES[j.outcome]}`));
+  return el("li.judged", mark,
+    el("span", el("bdi", ...marked(j.name, words)), " ", el("span.pill", j.score === null ? "no score" : `score ${number(j.score)}`), " ", j.negative ? el("span.pill", "a fault") : "",
       " ", j.weight === null ? "" : el("span.pill", `weight ${number(j.weight, 1)}`), ...said));
 }
 function turns(talk, words) {
@@ -242,7 +243,7 @@ async function open(name) {
   if (opened !== name) return;
   const failure = all.failures.names[all.failure[i]], link = el("a", "permalink"), change = changes()[i];
   link.href = addressOf(name, true);
-  const pills = [`score ${number(all.score[i])}`, `${all.length[i]} tokens`, said.status === failure ? "" : said.status, Number.isNaN(change) ? "" : `this prompt changed by ${signed(change)}`].filter(Boolean).flatMap(t => [el("span.pill", t), " "]);
+  const pills = [`score ${number(all.score[i])}`, `${all.length[i]} tokens`, [failure, "scored"].includes(said.status) ? "" : said.status, Number.isNaN(change) ? "" : `this prompt changed by ${signed(change)}`].filter(Boolean).flatMap(t => [el("span.pill", t), " "]);
   const metrics = Object.entries(said.metrics).map(([k, v]) => el("li", `${k.replaceAll("_", " ")} `, el("b", number(v))));
   const parts = said.parts.map(([k, v, w, share]) => el("tr", el("th", k), el("td.num", number(v) + (w === null ? "" : ` × ${number(w)}`)), el("td.num", el("b", share === null ? "—" : number(share)))));
   const evidence = asked ? el("details.evidence", el("summary", "The prompt"), pre(asked[1], words)) : el("p.hint", "Its prompt is not stored any more.");
