@@ -107,7 +107,10 @@ def app(workspace: str | Path, key: str) -> Starlette:
         return _refused(request) or _answer(lambda: curves_of(ws, runs, wanted.get("metric", "")))
 
     def report(request: Request) -> Response:
-        return _refused(request) or _report(ws, **request.path_params)
+        kind, name = request.path_params["kind"], request.path_params["name"]
+        if refused := _refused(request):
+            return refused
+        return RedirectResponse(_link(kind, name)) if kind == "run" else _report(ws, kind, name)
 
     def samples(request: Request) -> Response:
         return _refused(request) or _samples(ws, Path(pages.name), lock, **request.path_params)
