@@ -189,7 +189,7 @@ def _samples(
         return PlainTextResponse(str(error), 404)
     path = folder / file
     if not path.is_file():
-        return PlainTextResponse("There is no such page.", 404)
+        return PlainTextResponse(f"No sample of {run.run} is stored.", 404)
     return FileResponse(path, headers={"Cache-Control": "no-cache"})
 
 

@@ -1,4 +1,4 @@
-"""The page of all samples in a real browser: from a file and served; filters, search, permalinks."""
+"""The page of all samples in a real browser: as a file and served; filters, search, permalinks."""
 
 from __future__ import annotations
 

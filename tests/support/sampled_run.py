@@ -51,7 +51,8 @@ def _episode() -> dict[str, Any]:
         TurnRecord("", "ok", 0, 1, call=call, messages=(("tool", f"found it {BAD}"),)),
         TurnRecord("I give up.", "no_call", 1, 2),
     )
+    checks = ({"kind": "state", "name": "refunded", "passed": False},)
     return EpisodeRecord(
         "task", "shop", 0, "scored", "no_call", (("user", "Where is my order?"),), turns,
-        reward=0.0, failure="no_call", checks=({"kind": "state", "name": "refunded", "passed": False},),
+        reward=0.0, failure="no_call", checks=checks,
     ).as_json()  # fmt: skip

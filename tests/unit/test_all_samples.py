@@ -77,6 +77,10 @@ def test_a_second_report_writes_only_what_is_new(run: RecordedRun, tmp_path: Pat
             *(after.keys() - before.keys())
         }
         assert len(after) == len(before) + 1
+        lost = tmp_path / "samples" / next(iter(after.keys() - before.keys()))
+        lost.unlink()
+        report_run(workspace=run.workspace.root, folder=tmp_path)
+        assert lost.exists()
     finally:
         new.unlink()
 

@@ -17,6 +17,7 @@ import gzip
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -60,6 +61,8 @@ PART, _PROMPTS = 500, 100
 MOST_SAMPLES = 1_000_000
 #: Maximum length of a question in a list, and number of judgements of a sample.
 _MOST_OF_QUESTION, _MOST_JUDGEMENTS = 120, 200
+#: Age at which a file of an earlier page is removed, seconds.
+_OLD_S = 3600
 _VERSION, _CALL = 1, "refinerSamples("
 _BULK = ("logprobs", "own", "turn_advantages")
 _LENGTHS = ("response_ids", "token_ids", "length_tokens")
@@ -125,18 +128,18 @@ def write_samples_page(
                 progress(number, len(shown))
         there = {source.name for source in sources}
         for name, entry in former["sources"].items():
-            if name not in there and entry["stage"] in reading.run.stages:
+            if name not in there and entry["stage"] in reading.run.stages and _whole(place, entry):
                 found[name] = entry
         if not found:
             return False
         ordered = sorted(found.values(), key=lambda entry: entry["order"])
         wanted = {entry["prompts"] for entry in ordered if entry["prompts"]}
-        asked = {key: former["prompts"][key] for key in wanted & former["prompts"].keys()}
-        for key in sorted(wanted & prompts.keys() - asked.keys()):
+        known = {k: e for k, e in former["prompts"].items() if k in wanted and _whole(place, e)}
+        for key in sorted(wanted & prompts.keys() - known.keys()):
             made = reading.tried("The prompts of samples", _prompts, place, key, prompts[key])
-            asked |= {} if made is None else {key: made}
+            known |= {} if made is None else {key: made}
         thinned = len(sources) - len(shown)
-        index = {"version": _VERSION, "sources": ordered, "prompts": asked}
+        index = {"version": _VERSION, "sources": ordered, "prompts": known}
         index |= {"part": PART, "left_out": thinned}
         atomic.write_text(place / INDEX, f"{_CALL}{json.dumps(index)})\n")
         total = sum(entry["n"] for entry in ordered)
@@ -158,12 +161,20 @@ def _former(path: Path) -> dict[str, dict[str, Any]]:
     return {"sources": {}, "prompts": {}}
 
 
+def _files(entry: Mapping[str, Any]) -> list[str]:
+    return [f"{entry['key']}-{number}.js" for number in range(entry["parts"])]
+
+
+def _whole(place: Path, entry: Mapping[str, Any]) -> bool:
+    return all((place / name).exists() for name in _files(entry))
+
+
 def _remove_others(place: Path, index: Mapping[str, Any]) -> None:
-    entries = [(entry["key"], entry["parts"]) for entry in index["sources"]]
-    entries += [(key, entry["parts"]) for key, entry in index["prompts"].items()]
-    kept = {INDEX, *(f"{key}-{number}.js" for key, parts in entries for number in range(parts))}
+    """Remove old files that are no part of the page; a new one may be of another writer."""
+    entries = [*index["sources"], *index["prompts"].values()]
+    kept = {INDEX, *(name for entry in entries for name in _files(entry))}
     for path in place.iterdir():
-        if path.name not in kept:
+        if path.name not in kept and path.stat().st_mtime < time.time() - _OLD_S:
             path.unlink(missing_ok=True)
 
 
@@ -257,7 +268,7 @@ def _write_part(place: Path, name: str, lines: Sequence[str]) -> None:
 def _entry(place: Path, source: _Source, former: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Entry of a source in the index; its parts are written unless they are there."""
     key, known = source.key, former.get(source.name, {})
-    if known.get("key") != key:
+    if known.get("key") != key or not _whole(place, known):
         known = {**_parts(place, source, key), "key": key, "name": source.name}
     where = {name: getattr(source, name) for name in ("stage", "label", "family", "prompts")}
     return {**known, **where, "order": list(source.order)}
@@ -293,7 +304,7 @@ def _prompts(place: Path, key: str, path: Path) -> dict[str, Any]:
     except pa.ArrowInvalid as error:
         raise DataError(f"{path} has no prompts: {error}") from error
     index = {"ids": ids, "questions": questions, "part": _PROMPTS}
-    return {"parts": next(number), "index": _packed(_line(index))}
+    return {"key": key, "parts": next(number), "index": _packed(_line(index))}
 
 
 # ---------------------------------------------------------------- rows

@@ -331,13 +331,17 @@ def report_run(
     evaluations = evaluations_of_run(reading)
     reports = reading.workspace.layout.reports
     place = reports / reading.run.run if folder is None else Path(folder)
-    linked = write_samples_page(reading, evaluations, place, progress) if samples else True
+    linked = write_samples_page(reading, evaluations, place, progress) if samples else None
     report = _report(reading, evaluations)
     written = WrittenReport(report, place)
     files = {
         VALUES: json_text(report),
         TEXT: markdown(report),
-        PAGE: page(report, reload_s=reload_s, samples=linked),
+        PAGE: page(
+            report,
+            reload_s=reload_s,
+            samples=bool(report.examples) if linked is None else linked,
+        ),
     }
     write_files(written.folder, files)
     return written

@@ -274,7 +274,7 @@ def page(report: RunReport, *, reload_s: int = 0, samples: bool = False) -> str:
     examples = examples_html(report.examples, (lead["before"], lead["after"]) if lead else None)
     text: str = parts["template"].render(
         report=report,
-        samples=samples and bool(report.examples),
+        samples=samples,
         parts=parts,
         views=VIEWS,
         reload_s=reload_s if report.state == "running" else 0,

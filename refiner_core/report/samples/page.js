@@ -179,7 +179,7 @@ function paint() {
 }
 function list(found, more = "") {
   shown = found;
-  const cut = found.length > MOST_ROWS ? `; the first ${MOST_ROWS} are listed` : "", none = !found.length && BY_CHANGE.includes(report.state.ord) ? "; no prompt of these was sampled at two places" : "", steps = all.left_out ? `; ${all.left_out} steps of training are left out` : "";
+  const cut = found.length > MOST_ROWS ? `; the first ${MOST_ROWS} are listed` : "", none = !found.length && !report.state.q.trim() && BY_CHANGE.includes(report.state.ord) ? "; no prompt of these was sampled at two places" : "", steps = all.left_out ? `; ${all.left_out} steps of training are left out` : "";
   $("#count").textContent = `${found.length} of ${all.n} samples${cut}${none}${more}${steps}.`;
   paint();
 }
