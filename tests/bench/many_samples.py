@@ -24,6 +24,8 @@ from tests.support.browser import Page, chromium
 from tests.support.command import command, environment
 
 SAMPLES, STEP, PROMPTS = 100_000, 500, 2_000
+#: Steps with rollouts of their own; others repeat them.
+DISTINCT = 40
 PAINT_S, FILTER_S, PEAK_MB = 2.0, 0.3, 500.0
 WORDS = [f"word{n}" for n in range(3_000)]
 #: State of the page -> what it measures.
@@ -69,7 +71,12 @@ def _written(folder: Path, out: Path) -> tuple[float, float]:
     """Seconds, and peak memory in MB: of the program alone, as a child's usage has its parent's."""
     words = ("report", f"workspace={folder / 'runs'}", "--out", str(out))
     began, peak = time.monotonic(), 0
-    program = subprocess.Popen(command(*words), env=environment(), stdout=subprocess.DEVNULL)
+    program = subprocess.Popen(
+        command(*words),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     while program.poll() is None:
         text = Path(f"/proc/{program.pid}/status").read_text()
         peak = max([peak, *map(int, re.findall(r"VmHWM:\s+(\d+)", text))])
@@ -109,21 +116,24 @@ def _chosen(page: Page, choice: str) -> float:
 
 
 def write_samples(root: Path, count: int) -> None:
-    """A run whose training has this many rollouts, of about 1.5 kB each."""
+    """A run whose training has this many rollouts, of about 3 kB each."""
     write_runs(root, 1)
     workspace, dice = Workspace.open(root), random.Random(0)
     run = workspace.read_run(workspace.run_ids()[0])
     folder = workspace.layout.stage(run.stages["grpo"]).attempt(1).rollouts
     folder.mkdir(parents=True)
     texts = [" ".join(dice.choices(WORDS, k=120)) for _ in range(997)]
-    for step in range(1, count // STEP + 1):
+    files = []
+    for step in range(1, min(count // STEP, DISTINCT) + 1):
         rows = [_rollout(step, number, texts, dice) for number in range(STEP)]
-        (folder / f"step-{step:08d}.parquet").write_bytes(encode_rollouts(rows))
+        files.append(encode_rollouts(rows))
+    for step in range(1, count // STEP + 1):
+        (folder / f"step-{step:08d}.parquet").write_bytes(files[step % len(files)])
 
 
 def _rollout(step: int, number: int, texts: list[str], dice: random.Random) -> dict[str, Any]:
     reward = dice.random()
-    needle = " needle" if number == 77 and step % 50 == 0 else ""
+    needle = " needle" if number == 77 and step % 20 == 0 else ""
     judgements = [
         {
             **{"kind": "rubric", "title": f"criterion {n + step % 50}", "polarity": "positive"},

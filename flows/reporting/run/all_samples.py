@@ -45,7 +45,6 @@ from flows.stored import (
     prompts_of,
 )
 from infra.store import atomic
-from infra.store.atomic import no_space_guard
 from infra.store.traces import rollout_batches
 from infra.store.workspace import now_text
 from refiner_core.contract.config import RewardConfig
@@ -104,48 +103,41 @@ def write_samples_page(
     progress: Callable[[int, int], None] | None = None,
 ) -> bool:
     """Write the page; False for a run without samples. ``progress`` is called with the number of
-    files read, and of all.
-
-    Raises
-    ------
-    NoSpaceError
-        There is no space for it.
-    """
+    files read, and of all. Unreadable files become warnings."""
     from refiner_core.report.samples.rendering import SamplesPage, page
 
     place = folder / FOLDER
     former = _former(place / INDEX)
     prompts: dict[str, Path] = {}
     sources = sorted(_sources(reading, evaluations, prompts), key=lambda s: s.order)
-    found: dict[str, dict[str, Any]] = {}
-    with no_space_guard(folder, "writing the page of samples"):
-        shown = _thinned(sources)
-        for number, source in enumerate(shown, start=1):
-            what = f"The samples of {source.name}"
-            if made := reading.tried(what, _entry, place, source, former["sources"]):
-                found[source.name] = made
-            if progress is not None:
-                progress(number, len(shown))
-        there = {source.name for source in sources}
-        for name, entry in former["sources"].items():
-            if name not in there and entry["stage"] in reading.run.stages and _whole(place, entry):
-                found[name] = entry
-        if not found:
-            return False
-        ordered = sorted(found.values(), key=lambda entry: entry["order"])
-        wanted = {entry["prompts"] for entry in ordered if entry["prompts"]}
-        known = {k: e for k, e in former["prompts"].items() if k in wanted and _whole(place, e)}
-        for key in sorted(wanted & prompts.keys() - known.keys()):
-            made = reading.tried("The prompts of samples", _prompts, place, key, prompts[key])
-            known |= {} if made is None else {key: made}
-        thinned = len(sources) - len(shown)
-        index = {"version": _VERSION, "sources": ordered, "prompts": known}
-        index |= {"part": PART, "left_out": thinned}
-        atomic.write_text(place / INDEX, f"{_CALL}{json.dumps(index)})\n")
-        total = sum(entry["n"] for entry in ordered)
-        text = page(SamplesPage(reading.run.run, reading.run.recipe, total, now_text()))
-        atomic.write_text(folder / SAMPLES_PAGE, text)
-        _remove_others(place, index)
+    shown = _thinned(reading, sources)
+    there = {source.name for source in sources}
+    found = {
+        name: entry
+        for name, entry in former["sources"].items()
+        if name not in there and entry["stage"] in reading.run.stages and _whole(place, entry)
+    }
+    for number, source in enumerate(shown, start=1):
+        what = f"The samples of {source.name}"
+        if made := reading.tried(what, _entry, place, source, former["sources"]):
+            found[source.name] = made
+        if progress is not None:
+            progress(number, len(shown))
+    if not found:
+        return False
+    ordered = sorted(found.values(), key=lambda entry: entry["order"])
+    wanted = {entry["prompts"] for entry in ordered}
+    known = {k: e for k, e in former["prompts"].items() if k in wanted and _whole(place, e)}
+    for key in sorted(wanted & prompts.keys() - known.keys()):
+        made = reading.tried("The prompts of samples", _prompts, place, key, prompts[key])
+        known |= {} if made is None else {key: made}
+    index = {"version": _VERSION, "part": PART, "sources": ordered, "prompts": known}
+    index["left_out"] = len(sources) - len(shown)
+    atomic.write_text(place / INDEX, f"{_CALL}{json.dumps(index)})\n")
+    total = sum(entry["n"] for entry in ordered)
+    text = page(SamplesPage(reading.run.run, reading.run.recipe, total, now_text()))
+    atomic.write_text(folder / SAMPLES_PAGE, text)
+    _remove_others(place, index)
     return True
 
 
@@ -237,10 +229,11 @@ def _text_of_attempt(row: dict[str, Any], reward: RewardConfig) -> Row:
     return {**said, "metrics": metrics, "status": kept}
 
 
-def _thinned(sources: Sequence[_Source]) -> Sequence[_Source]:
+def _thinned(reading: RunReading, sources: Sequence[_Source]) -> Sequence[_Source]:
     """Sources with at most :data:`MOST_SAMPLES` samples: of training every k-th step and the
     last."""
-    sizes = [pq.read_metadata(source.path).num_rows for source in sources]
+    found = [reading.tried(str(s.path), pq.read_metadata, s.path) for s in sources]
+    sizes = [0 if one is None else one.num_rows for one in found]
     steps = [s for s in sources if s.said is text_in_training]
     of_steps = sum(n for s, n in zip(sources, sizes, strict=True) if s.said is text_in_training)
     left = max(1, MOST_SAMPLES - (sum(sizes) - of_steps))

@@ -331,7 +331,11 @@ def report_run(
     evaluations = evaluations_of_run(reading)
     reports = reading.workspace.layout.reports
     place = reports / reading.run.run if folder is None else Path(folder)
-    linked = write_samples_page(reading, evaluations, place, progress) if samples else None
+    linked: bool | None = None
+    if samples:
+        what = "Samples for their page"
+        made = reading.tried(what, write_samples_page, reading, evaluations, place, progress)
+        linked = bool(made)
     report = _report(reading, evaluations)
     written = WrittenReport(report, place)
     files = {
