@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from flows.running.status import the_stage as the_stage
 from infra.store.layout import AttemptPaths
@@ -20,6 +21,8 @@ from refiner_core.contract.marks import ABSENT, FieldInfo, walk
 
 #: Prepared prompts of evaluations, and of training.
 HELD_OUT, TRAINED_ON = "rl_test.parquet", "rl_train.parquet"
+#: Page of all samples, beside the report of a run.
+SAMPLES_PAGE = "samples.html"
 
 
 def attempts_of(workspace: Workspace, stage_id: str) -> dict[int, AttemptPaths]:
@@ -66,6 +69,30 @@ def field_values(
     for path, info in walk(RecipeConfig):
         default = info.default if info.legacy_value is ABSENT else info.legacy_value
         yield path, info, [recorded_field(config, path, default) for config in configs]
+
+
+def sample_name(stage: str, part: str | int, row: Mapping[str, Any]) -> str:
+    """Name of a sample on the page of all samples; ``part`` is a step or a decoding."""
+    return f"{stage}/{part}/{row['sample_id']}/{row['sample_index']}"
+
+
+def part_of_file(file: str) -> str:
+    """The decoding that a samples file of an evaluation is named after."""
+    return Path(file).stem.removeprefix("samples-")
+
+
+def sample_address(
+    workspace: Workspace, stage_id: str, part: str | int, sample: Mapping[str, Any]
+) -> str:
+    """Address of a sample on the newest page of samples that has its stage; empty without one."""
+    for run_id in reversed(workspace.run_ids()):
+        page = workspace.layout.reports / run_id / SAMPLES_PAGE
+        if page.exists():
+            stages = workspace.read_run(run_id).stages
+            name = next((name for name, i in stages.items() if i == stage_id), None)
+            if name is not None:
+                return f"{page.as_uri()}#s={quote(sample_name(name, part, sample), safe='/')}"
+    return ""
 
 
 def recorded_field(config: Mapping[str, Any], path: str, default: Any) -> Any:

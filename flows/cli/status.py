@@ -21,6 +21,7 @@ from flows.cli.options import (
     print_json,
     print_line,
     print_next,
+    progress,
     show,
     split_workspace,
 )
@@ -40,6 +41,9 @@ _REFRESH_S = 2.0
 _WATCH_WAIT_S = 5.0
 #: Maximum number of rows in a redrawn page.
 _ROWS = 40
+#: Metrics drawn of a running stage, by their names in several trainers; number of their values.
+_DRAWN = (("scores", "rewards/mean", "reward"), ("loss/train_avg", "loss/total_avg", "loss"))
+_LAST = 30
 _HEADER = ("stage", "state", "job", "attempt", "progress", "left", "message")
 
 
@@ -174,6 +178,7 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
     if said := label(*label_of(workspace, status.run, tracking)):
         yield f"notes: {said}"
+    yield from _curve_lines(status, workspace)
     yield from _orchestrator_lines(status, workspace)
     if (disk := status.disk) is not None:
         yield (
@@ -186,6 +191,28 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     yield from unsent_lines(workspace, status.run)
     if status.scheduler:
         yield f"scheduler: {status.scheduler}; the states of its jobs are the last known ones"
+
+
+def _curve_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
+    """The last values of reward and loss of running stages, as blocks."""
+    from infra.store.traces import last_metrics
+    from refiner_core.contract.errors import WorkspaceError
+    from refiner_core.report.printing import short, spark
+
+    for stage in status.stages:
+        if stage.state != "running":
+            continue
+        path, lines = workspace.layout.attempt(stage.id, stage.attempt).metrics, []
+        with contextlib.suppress(WorkspaceError):
+            lines = last_metrics(path, [name for names in _DRAWN for name in names])
+        for names in _DRAWN:
+            name = next((n for n in names if any(n in metrics for _, metrics in lines)), "")
+            values = [metrics[name] for _, metrics in lines if name in metrics][-_LAST:]
+            known = [value for value in values if value is not None]
+            if len(known) > 1:
+                low, high = min(known), max(known)
+                ends = f"{short(known[-1])} (from {short(low)} to {short(high)})"
+                yield f"{stage.name}: {name} {spark(values, low, high)} {ends}"
 
 
 def _orchestrator_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
@@ -317,7 +344,10 @@ def report_command(
         name = sweep or (run or required_run(workspace, None, what)).run
         make = partial(report_sweep if sweep else report_run, name)
     folder = output_folder(out or workspace.layout.reports / name)
-    make = partial(make, where, folder=folder, reload_s=every_s)
+    options: dict[str, Any] = {}
+    if not (several or sweep):
+        options = {"progress": progress("files of samples")}
+    make = partial(make, where, folder=folder, reload_s=every_s, **options)
     made = _written(make, every_s if watch else 0)
     report = made.report
     document = {**values(report), "folder": str(folder)}
@@ -327,8 +357,9 @@ def report_command(
     show(as_json, lambda: document, partial(runs_lines, report) if several else lines)
     if as_json:
         return
-    beside = "report.csv, trials.csv, " if several or sweep else ""
-    print_line(f"\nPage: {made.page}\nBeside it: report.md, {beside}report.json")
+    files = ("report.md", "report.csv", "trials.csv", "report.json", "samples.html")
+    beside = ", ".join(name for name in files if (folder / name).exists())
+    print_line(f"\nPage: {made.page}\nBeside it: {beside}")
     if several:
         print_next(command_line("diff", *runs[:2], f"workspace={workspace.root}"))
     elif sweep and report.state == "running":

@@ -7,10 +7,14 @@ the printed address, which the page keeps as a cookie, and a host name of loopba
 
 from __future__ import annotations
 
+import re
 import secrets
+import shutil
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import (
+    FileResponse,
     HTMLResponse,
     JSONResponse,
     PlainTextResponse,
@@ -47,6 +52,9 @@ from refiner_core.report.runs.rendering import RunsPage, page
 #: Curves that are shown first.
 _CURVES = ("scores", "rewards/mean", "reward", "loss/train_avg", "loss")
 _MOST_RUNS, _COOKIE = 12, "refiner-ui"
+#: Files of a page of samples, and number of runs whose pages are kept while serving.
+_OF_SAMPLES = re.compile(r"samples\.html|samples/[a-z0-9]+(-\d+)?\.js")
+_MOST_PAGES = 4
 
 
 def write_page(workspace: str | Path, folder: Path) -> Path:
@@ -60,7 +68,8 @@ def write_page(workspace: str | Path, folder: Path) -> Path:
     ws = Workspace.read_only(workspace)
 
     def link(kind: str, name: str) -> str:
-        report = ws.layout.reports / name / "report.html"
+        file = "samples.html" if kind == "samples" else "report.html"
+        report = ws.layout.reports / name / file
         return report.as_uri() if report.exists() else ""
 
     path = folder / "index.html"
@@ -79,6 +88,7 @@ def app(workspace: str | Path, key: str) -> Starlette:
         Needed by every request: once as ``?key=``, then as a cookie.
     """
     ws = Workspace.read_only(workspace)
+    pages, lock = tempfile.TemporaryDirectory(prefix="refiner-ui-"), threading.Lock()
 
     def index(request: Request) -> Response:
         if secrets.compare_digest(request.query_params.get("key", ""), key):
@@ -97,7 +107,13 @@ def app(workspace: str | Path, key: str) -> Starlette:
         return _refused(request) or _answer(lambda: curves_of(ws, runs, wanted.get("metric", "")))
 
     def report(request: Request) -> Response:
-        return _refused(request) or _report(ws, **request.path_params)
+        kind, name = request.path_params["kind"], request.path_params["name"]
+        if refused := _refused(request):
+            return refused
+        return RedirectResponse(_link(kind, name)) if kind == "run" else _report(ws, kind, name)
+
+    def samples(request: Request) -> Response:
+        return _refused(request) or _samples(ws, Path(pages.name), lock, **request.path_params)
 
     def _refused(request: Request) -> Response | None:
         if secrets.compare_digest(request.cookies.get(_COOKIE, ""), key):
@@ -109,6 +125,7 @@ def app(workspace: str | Path, key: str) -> Starlette:
             Route("/", index),
             Route("/rows.json", rows),
             Route("/curves.json", curves),
+            Route("/run/{name}/{file:path}", samples),
             Route("/{kind}/{name:path}", report),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],
@@ -116,6 +133,8 @@ def app(workspace: str | Path, key: str) -> Starlette:
 
 
 def _link(kind: str, name: str) -> str:
+    if kind in ("run", "samples"):
+        return f"/run/{name}/{'report' if kind == 'run' else kind}.html"
     return f"/{kind}/{name}"
 
 
@@ -138,7 +157,11 @@ def _report(workspace: Workspace, kind: str, name: str) -> Response:
         there = night.exists()
         text = night.read_text(encoding="utf-8") if there else "This night has no page yet."
         return HTMLResponse(text) if there else PlainTextResponse(text, 404)
-    makers: dict[str, Any] = {"run": report_run, "runs": report_runs, "sweep": report_sweep}
+    makers: dict[str, Any] = {
+        "run": partial(report_run, samples=False),
+        "runs": report_runs,
+        "sweep": report_sweep,
+    }
     if kind not in makers:
         return PlainTextResponse("There is no such page.", 404)
     named = name.split(",") if kind == "runs" else name
@@ -148,6 +171,33 @@ def _report(workspace: Workspace, kind: str, name: str) -> Response:
             return HTMLResponse(Path(made.page).read_text(encoding="utf-8"))
         except RefinerError as error:
             return PlainTextResponse(str(error), 404)
+
+
+def _samples(
+    workspace: Workspace, pages: Path, lock: threading.Lock, name: str, file: str
+) -> Response:
+    """The report of a run, or its page of samples, written for this server's time; or a script of
+    that page."""
+    from flows.reporting.run.report import report_run
+
+    if file == "report.html":
+        return _report(workspace, "run", name)
+    try:
+        run = find_run(workspace, name)
+        if run is None or not _OF_SAMPLES.fullmatch(file):
+            return PlainTextResponse("There is no such page.", 404)
+        folder = pages / run.run
+        if file == "samples.html":
+            with lock:
+                for old in sorted(pages.iterdir(), key=lambda p: p.stat().st_mtime)[:-_MOST_PAGES]:
+                    shutil.rmtree(old)
+                report_run(run.run, workspace.root, folder=folder)
+    except RefinerError as error:
+        return PlainTextResponse(str(error), 404)
+    path = folder / file
+    if not path.is_file():
+        return PlainTextResponse(f"No sample of {run.run} is stored.", 404)
+    return FileResponse(path, headers={"Cache-Control": "no-cache"})
 
 
 # ---------------------------------------------------------------- content
@@ -187,7 +237,7 @@ def _values(rows: Sequence[RunRow], link: Any) -> list[dict[str, Any]]:
                 },
                 **{"cost": f"{hours(cost)} {unit}" if cost else "", "cost_value": cost},
                 "metrics": {name: _number(entry) for name, entry in row.metrics.items()},
-                "link": link("run", row.run),
+                **{"link": link("run", row.run), "samples": link("samples", row.run)},
             }
         )
     return found

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.running.status import find_run
-from flows.stored import HELD_OUT, TRAINED_ON, attempts_of, prompts_of
+from flows.stored import (
+    HELD_OUT,
+    TRAINED_ON,
+    attempts_of,
+    part_of_file,
+    prompts_of,
+    sample_address,
+)
 from infra.store.checkpoints import step_name
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
@@ -265,6 +272,11 @@ def explain_number(
         found["notes"] = [f"{column} is no mean over rollouts; they are shown by reward."]
         column = "reward"
     _add_samples(found, rows, column, sample)
+    part = part_of_file(figure.entry["samples_file"]) if evaluated else figure.step or 0
+    if figure.model not in FLOORS:
+        which = found["sample"]["which"]
+        shown = {"sample_id": which["sample_id"], "sample_index": which["number"]}
+        found["sample"]["page"] = sample_address(ws, figure.stage_id, part, shown)
     data, prompts = prompts_of(ws, attempts[0], HELD_OUT if evaluated else TRAINED_ON)
     asked = {prompt.sample_id: prompt for prompt in (load_prompts(prompts) if prompts else ())}
     if prompt := asked.get(found["sample"]["which"]["sample_id"]):
@@ -298,7 +310,13 @@ def _add_samples(
         )
     row = by_name[which["name"]]
     found["sample"] = {
-        **{"which": which, "question": "", "prompt": "", "answer": str(row["response_text"])},
+        **{
+            "which": which,
+            "page": "",
+            "question": "",
+            "prompt": "",
+            "answer": str(row["response_text"]),
+        },
         **{name: str(row[name]) for name in ("status", "finish_reason")},
         "scores": {k: v for k, v in row.items() if isinstance(v, float)},
         "judgements": json.loads(row["judgements"]),

@@ -7,7 +7,8 @@ In: rows of rollouts, or the path of a trace. Out: Parquet and back, and the lin
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,25 @@ def read_metrics(path: Path, only: Collection[str] | None = None) -> list[Metric
         return again(read)
     except FileNotFoundError:
         return []
+
+
+def last_metrics(path: Path, only: Collection[str], size: int = 1 << 18) -> list[MetricsLine]:
+    """The complete lines in the last ``size`` bytes of a ``metrics.jsonl``, for a reader that looks
+    often.
+
+    Raises
+    ------
+    WorkspaceError
+        A line is not in the format of refiner.
+    """
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - size)
+            file.seek(start)
+            lines = file.read().decode(errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    return [_metrics_line(path, n, line, only) for n, line in enumerate(lines[bool(start) : -1], 1)]
 
 
 def _metrics_line(path: Path, number: int, line: str, only: Collection[str] | None) -> MetricsLine:
@@ -94,17 +114,28 @@ def encode_rollouts(rows: Sequence[Mapping[str, Any]]) -> bytes:
 def read_rollouts(path: Path, leave_out: Collection[str] = ()) -> list[dict[str, Any]]:
     """The rows of one rollout file. ``leave_out``: columns that the reader does not need, such as
     the token ids and log-probabilities, which are most of the file."""
+    return [row for rows in rollout_batches(path, 1 << 16, leave_out) for row in rows]
+
+
+def rollout_batches(
+    path: Path, size: int, leave_out: Collection[str] = (), lengths: Collection[str] = ()
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one rollout file, ``size`` at a time. A list in one of the columns ``lengths`` is
+    replaced by its length."""
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
-        table = file.read([n for n in file.schema_arrow.names if n not in leave_out])
-    names = json.loads((table.schema.metadata or {}).get(_JSON_COLUMNS, b"[]"))
-    rows: list[dict[str, Any]] = table.to_pylist()
-    for row in rows:
-        for name in names:
-            if name in row:
-                row[name] = None if row[name] is None else json.loads(row[name])
-    return rows
+        names = [n for n in file.schema_arrow.names if n not in leave_out]
+        as_json = json.loads((file.schema_arrow.metadata or {}).get(_JSON_COLUMNS, b"[]"))
+        for batch in file.iter_batches(size, columns=names):
+            for place, name in enumerate(names):
+                if name in lengths:
+                    batch = batch.set_column(place, name, pc.list_value_length(batch.column(name)))
+            rows: list[dict[str, Any]] = batch.to_pylist()
+            for row in rows:
+                row.update({n: json.loads(row[n]) for n in as_json if row.get(n) is not None})
+            yield rows
 
 
 def _holds_mapping(value: Any) -> bool:

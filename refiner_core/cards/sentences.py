@@ -36,7 +36,7 @@ from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE, card_words
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.placement import sft_section
 from refiner_core.contract.planned import stage_changes
-from refiner_core.report.printing import clock
+from refiner_core.report.printing import clock, spark
 
 _UNITS = ("gpu_hours", "core_hours")
 #: Replaces a line end within a line: another trainer's command may have several.
@@ -212,7 +212,6 @@ def _amount(value: float) -> str:
 
 TABLE_POINTS = 10
 SPARK_POINTS = 40
-_BLOCKS = "▁▂▃▄▅▆▇█"
 #: Curves of a stage's report (dotted path in it), with their names in a card. The first is drawn.
 _CURVES: dict[str, tuple[tuple[str, str], ...]] = {
     "grpo": (
@@ -298,19 +297,12 @@ def _sparkline(curve: _Curve) -> str:
         return f"The {curve.name} was never a finite number."
     (low, first), (high, last) = min(known), max(known)
     shown = [curve.values[i] for i in _spread(len(curve.values), SPARK_POINTS)]
-    blocks = "".join(_block(value, low, high) for value in shown)
+    blocks = spark(shown, low, high)
     return (
         f"{curve.name.capitalize()} from step {curve.step(0)} to "
         f"{curve.step(len(curve.steps) - 1)}: `{blocks}` (lowest {curve.value(first)}, highest "
         f"{curve.value(last)})."
     )
-
-
-def _block(value: float | None, low: float, high: float) -> str:
-    if value is None:
-        return " "
-    share = (value - low) / (high - low) if high > low else 0.0
-    return _BLOCKS[min(len(_BLOCKS) - 1, int(share * len(_BLOCKS)))]
 
 
 def _validation(facts: CardFacts) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 MISSING = "—"
 MINUS = "\u2212"
 _MOST_DECIMALS = 6
+_BLOCKS = "▁▂▃▄▅▆▇█"
 #: Characters special to Markdown: brackets only before a link, an underscore only at a word's edge.
 _SPECIAL = re.compile(r"([\\`*|~#]|\[(?=[^\]]*\][(\[])|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z]))")
 
@@ -106,6 +107,16 @@ def p_phrase(p: float | None) -> str:
     """``= 0.21``, ``< 0.001``: for use after ``p``."""
     text = p_text(p)
     return text if text.startswith("<") else f"= {text}"
+
+
+def spark(values: Iterable[float | None], low: float, high: float) -> str:
+    """A curve of blocks between two values; a space for a missing one."""
+    drawn = ""
+    for value in values:
+        share = 0.0 if value is None or high <= low else (value - low) / (high - low)
+        block = _BLOCKS[max(0, min(len(_BLOCKS) - 1, int(share * len(_BLOCKS))))]
+        drawn += " " if value is None else block
+    return drawn
 
 
 def hours(value: float | None) -> str:

@@ -48,6 +48,7 @@ BENCHES = (
     "grpo_step",
     "judgements",
     "many_runs",
+    "many_samples",
     "memory",
     "startup",
     "sweeps",

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.reporting.run.all_samples import write_samples_page
 from flows.reporting.run.results import (
+    ModelEvaluation,
     change_rows,
     evaluation_examples,
     evaluations_of_run,
@@ -240,13 +242,21 @@ def report_of_run(
     ConfigurationError
         There is no such run; the message names the nearest.
     """
+    reading = _reading(run, workspace)
+    return _report(reading, evaluations_of_run(reading))
+
+
+def _reading(run: str | None, workspace: str | Path) -> RunReading:
     ws = Workspace.read_only(workspace)
-    reading = RunReading(ws, required_run(ws, run, "a run to report on"))
+    return RunReading(ws, required_run(ws, run, "a run to report on"))
+
+
+def _report(reading: RunReading, evaluations: Sequence[ModelEvaluation]) -> RunReport:
     status = look(reading)
     rows = stage_rows(reading, status)
     state, state_text = standing_of(status, rows)
-    evaluations = evaluations_of_run(reading)
-    note, tags = label_of(ws, reading.run.run, reading.run.config.get("tracking") or {})
+    config = reading.run.config
+    note, tags = label_of(reading.workspace, reading.run.run, config.get("tracking") or {})
     published, words = publications(reading), reading.run.command
     provenance = {  # machine and versions; the command is separate
         str(k): _shown(v)
@@ -261,7 +271,7 @@ def report_of_run(
         state=state,
         state_text=masked(state_text),
         command=(*(Path(w).name for w in words[:1]), *masked_overrides(words[1:])),
-        workspace=str(ws.root),
+        workspace=str(reading.workspace.root),
         began_at=reading.run.started_at,
         ended_at="" if state == "running" else last_event(reading, rows),
         made_at=now_text(),
@@ -291,8 +301,10 @@ def report_run(
     *,
     folder: str | Path | None = None,
     reload_s: int = RELOAD_S,
+    samples: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> WrittenReport[RunReport]:
-    """Write the report of a run as page, Markdown and JSON.
+    """Write the report of a run as page, Markdown and JSON, and the page of all its samples.
 
     Parameters
     ----------
@@ -304,6 +316,10 @@ def report_run(
         Folder for the files (default: ``reports/RUN`` in the workspace).
     reload_s
         Interval at which the page of a running run reloads itself, seconds.
+    samples
+        Write the page of all samples; without it, the report links to one that its reader makes.
+    progress
+        Called with the number of files of samples read, and of all.
 
     Returns
     -------
@@ -321,13 +337,25 @@ def report_run(
     from refiner_core.report.pages import json_text
     from refiner_core.report.run.rendering import markdown, page
 
-    report = report_of_run(run, workspace)
-    reports = Workspace.read_only(workspace).layout.reports
-    written = WrittenReport(report, reports / report.run if folder is None else Path(folder))
+    reading = _reading(run, workspace)
+    evaluations = evaluations_of_run(reading)
+    reports = reading.workspace.layout.reports
+    place = reports / reading.run.run if folder is None else Path(folder)
+    linked: bool | None = None
+    if samples:
+        what = "Samples for their page"
+        made = reading.tried(what, write_samples_page, reading, evaluations, place, progress)
+        linked = bool(made)
+    report = _report(reading, evaluations)
+    written = WrittenReport(report, place)
     files = {
         VALUES: json_text(report),
         TEXT: markdown(report),
-        PAGE: page(report, reload_s=reload_s),
+        PAGE: page(
+            report,
+            reload_s=reload_s,
+            samples=bool(report.examples) if linked is None else linked,
+        ),
     }
     write_files(written.folder, files)
     return written

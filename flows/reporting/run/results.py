@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 
 from flows.reporting.run.stages import RunReading
 from flows.reporting.samples import SamplesReader, questions_of
-from flows.stored import TRAINED_ON, newest_rollouts
+from flows.stored import TRAINED_ON, newest_rollouts, part_of_file, sample_name
 from infra.orchestrator.timeline import StageHistory
 from infra.store.traces import MetricsLine, read_metrics, read_rollouts
 from refiner_core.contract.config import RewardConfig
@@ -365,13 +366,15 @@ def clip(text: str, most: int) -> str:
 
 def clipped(value: Any, most: int) -> Any:
     """JSON whose long texts are cut; numbers that are not finite are None."""
-    if isinstance(value, Mapping):
-        return {str(k): clipped(v, most) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [clipped(v, most) for v in value]
+    if isinstance(value, str):
+        return clip(value, most)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return clip(value, most) if isinstance(value, str) else value
+    if isinstance(value, list | tuple):
+        return [clipped(v, most) for v in value]
+    if isinstance(value, Mapping):
+        return {str(k): clipped(v, most) for k, v in value.items()}
+    return value
 
 
 #: Number of examples of each kind, and the smallest change that counts.
@@ -430,8 +433,11 @@ def _before_and_after(reading: RunReading, shown: Sequence[ModelEvaluation]) -> 
         reward = reading.config_of(evaluated.name).reward
         rows = reader.rows(evaluated.folder / file, prompts)
         first = {str(row["sample_id"]): row for row in reversed(rows)}
-        model = evaluated.model
-        answers.append({p: text_in_evaluation(row, model, reward) for p, row in first.items()})
+        said = partial(text_in_evaluation, model=evaluated.model, reward=reward)
+        part = (evaluated.name, part_of_file(file))
+        answers.append(
+            {p: {**said(row), "sample": sample_name(*part, row)} for p, row in first.items()}
+        )
     where = (reading.workspace, shown[-1].stage_id, shown[-1].attempt)
     asked = reading.tried("The prompts of evaluations", questions_of, *where, prompts)
     if prompts and asked == {}:
@@ -502,7 +508,9 @@ def _rollouts(
             str(row["sample_id"]),
             kind="rollout",
             why=why,
-            said=(text_in_training(row, reward),),
+            said=(
+                {**text_in_training(row, reward), "sample": sample_name(name, row["step"], row)},
+            ),
             metric="reward",
             change=None,
         )

@@ -256,7 +256,7 @@ MOST_CURVES = 120
 MOST_SETTINGS = 200
 
 
-def page(report: RunReport, *, reload_s: int = 0) -> str:
+def page(report: RunReport, *, reload_s: int = 0, samples: bool = False) -> str:
     """The page's text, without characters that UTF-8 cannot encode.
 
     Parameters
@@ -266,12 +266,15 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
     reload_s
         Interval at which the page of a running run reloads itself; 0: never. The page of a
         finished run does not reload.
+    samples
+        The page of all samples is beside it, to be linked to.
     """
     parts = parts_of(__package__, charts=bool(report.curves))
     lead = report.changes[0] if report.changes else None
     examples = examples_html(report.examples, (lead["before"], lead["after"]) if lead else None)
     text: str = parts["template"].render(
         report=report,
+        samples=samples,
         parts=parts,
         views=VIEWS,
         reload_s=reload_s if report.state == "running" else 0,

@@ -95,6 +95,7 @@ class RunReport:
       :class:`~refiner_core.environments.protocol.EpisodeRecord`, and ``text`` is empty. Its
       ``parts`` are those of its reward: the raw ``value``, the ``weight``, and the ``share`` that
       it added; known shares add up to the reward; a part of weight 0 was only measured.
+      ``sample`` is its name on the page of all samples.
     - ``disk``: the run's usage by kind of file (``used``), and free space; bytes.
     - ``cost``: of attempts at the run's own stages since it started; None if unknown.
     - ``published``: checkpoints, by stage, with ``target``, ``card`` and ``step``.

@@ -58,6 +58,8 @@ function showChosen() {
   compare.hidden = !found.live || names.length < 2; compare.href = `runs/${names.join(",")}`;
   if (names.length === 2) lines.push(`refiner diff ${names.join(" ")} ${found.where}`);
   $("#commands").textContent = lines.join("\n");
+  const linked = rows.filter(r => chosen.has(r.run) && r.samples).slice(0, 12);
+  $("#samples").replaceChildren(...linked.flatMap(r => { const a = document.createElement("a"); a.href = r.samples; a.textContent = `all samples of ${r.short}`; return [a, " "]; }));
   if (found.live) curves();
 }
 async function ask(path) {

@@ -26,7 +26,7 @@ class RunsPage:
         The folder, and the time of reading.
     rows
         One mapping per run: ``run``, ``recipe``, ``started``, ``state``, ``changes``, ``metrics``
-        (name -> value, low, high), ``cost``, ``note``, ``tags``, ``sweep``, ``link``.
+        (name -> value, low, high), ``cost``, ``note``, ``tags``, ``sweep``, ``link``, ``samples``.
     others
         Sweeps and nights: ``kind``, ``name``, ``state``, ``link``.
     metrics
