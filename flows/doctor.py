@@ -209,7 +209,7 @@ def _plan(
 
 def _gpu_use(plan: Plan, info: SystemInfo) -> CheckResult | None:
     """Whether the jobs that must run together have enough GPUs, here or on the cluster's nodes."""
-    from flows.checking.gpus import gpu_use
+    from flows.checking.resources import gpu_use
 
     use = gpu_use(plan)
     if use is None or use.nodes is None:

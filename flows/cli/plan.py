@@ -48,8 +48,7 @@ def plan_command(
 
     Nothing is changed; neither network nor GPU is needed.
     """
-    from flows.checking.gpus import gpus_json
-    from flows.checking.resources import memory_json, planning_notes
+    from flows.checking.resources import gpus_json, memory_json, planning_notes
     from flows.disk import disk_of_plan
     from flows.durations import forecast_times, time_lines, times_json
     from flows.plans import forecast, plan_json
@@ -117,8 +116,7 @@ def _disk_json(room: PlannedSpace) -> dict[str, Any]:
 def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) -> None:
     """Print a recipe's plan as a table or as JSON, notes on its training, and suggested
     commands."""
-    from flows.checking.gpus import gpu_lines
-    from flows.checking.resources import planning_notes
+    from flows.checking.resources import gpu_lines, planning_notes
 
     show_plan_of(plan, as_json)
     if as_json:
