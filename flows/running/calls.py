@@ -252,7 +252,7 @@ def refuse_what_never_fits(plan: Plan) -> PlannedSpace:
 def warn_of_silence(config: RecipeConfig) -> None:
     """Warn at the start of a run about addresses that receive no messages."""
     for alarm in alarms_of(config.notify):
-        from flows.notifying.channels import addresses
+        from flows.notifying.sender import addresses
 
         if alarm.channel == "url" and not addresses(alarm.what):
             print_line(
