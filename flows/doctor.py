@@ -37,14 +37,12 @@ from infra.store.provenance import read_certificates, versions
 from infra.store.workspace import Workspace
 from infra.tracking import masked_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, RefinerError, no_such
+from refiner_core.contract.errors import RefinerError, no_such
 from refiner_core.contract.loading import apply_overrides, load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.services import asks_judge, serves
 from refiner_core.contract.types import THINKING_OFF, WITHOUT_REASONING
 
-#: Maximum wait for a job to appear, seconds; see ``--job``.
-JOB_WAIT_S = 120.0
 _JUDGE_S = 60.0
 _SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)*=[^\s`;,)]+")
 
@@ -55,8 +53,6 @@ def examine(
     *,
     offline: bool = False,
     only: Sequence[str] = (),
-    job: bool = False,
-    wait_s: float = JOB_WAIT_S,
     limit_s: float | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CheckResult]:
@@ -73,8 +69,6 @@ def examine(
         Send no requests outside this machine and its cluster.
     only
         Areas to check (default: all of :data:`~infra.doctor.check.AREAS`).
-    job
-        Also submit a tiny job, and report from its node; waits for it at most ``wait_s`` seconds.
     limit_s
         Time limit of each check, seconds.
     tell
@@ -99,9 +93,7 @@ def examine(
     areas = (machine, gpu, slurm, services)
     checks = [check for area in areas for check in area.CHECKS]
     checks += _recipe_checks(plan, refusal, info)
-    if job:
-        checks.append(_job_check(info, wait_s))
-    chosen = [c for c in checks if not only or c.area in only or (job and c.area == "node")]
+    chosen = [c for c in checks if not only or c.area in only]
     found = run_checks(chosen, info, limit_s=limit_s, tell=tell)
     return [replace(f, what=masked(f.what), fix=masked(f.fix), why=masked(f.why)) for f in found]
 
@@ -125,18 +117,6 @@ def _planned(recipe: str, overrides: Sequence[str]) -> tuple[Plan | None, Refine
     except RefinerError as error:
         return plan, error
     return plan, None
-
-
-def _job_check(info: SystemInfo, wait_s: float) -> DoctorCheck:
-    from infra.doctor.node import node_check
-
-    if not info.on_slurm:
-        raise ConfigurationError(
-            "--job checks a compute node, and jobs run on this machine (dispatch.executor=local).",
-            expected="a recipe, or overrides, that name Slurm and your cluster's profile",
-            fix="refiner doctor --job dispatch.executor=slurm dispatch.profile=PROFILE",
-        )
-    return node_check(wait_s)
 
 
 # ---------------------------------------------------------------- checks of the recipe

@@ -51,9 +51,8 @@ _BROKEN = 8  # as for every command that finds this machine lacking
 @argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
 @click.option("--only", multiple=True, metavar="AREA", help="check this area; repeatable")
 @click.option("--offline", is_flag=True, help="no requests outside this machine and its cluster")
-@click.option("--job", is_flag=True, help="submit a tiny job to Slurm, and report from its node")
-@click.option("--wait", "wait_s", type=click.FloatRange(min=1), default=120, show_default=True,
-              metavar="SECONDS", help="with --job: maximum wait")  # fmt: skip
+@former_option("--job", "`srun refiner doctor` checks a compute node.", flag=True)
+@former_option("--wait", "`srun refiner doctor` waits for its node.")
 @click.option("--limit", "limit_s", type=click.FloatRange(min=0.1), metavar="SECONDS",
               help="time limit of each check")  # fmt: skip
 @json_option
@@ -65,7 +64,7 @@ def doctor_command(
     With RECIPE, a requirement of it that does not work is `broken`, and the exit code is 8; without
     one, what is absent is only `missing`. Nothing is changed: files are tried in a scratch folder,
     jobs with `sbatch --test-only`. AREAs: recipe, python, machine, gpu, workspace, slurm,
-    node, prefect, hub, wandb, judge, vllm, network.
+    prefect, hub, wandb, judge, vllm, network.
     """
     from flows.doctor import examine, findings_json
 
