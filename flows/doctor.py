@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from infra.disk.manager import gib
 from infra.doctor import gpu, machine, services, slurm
 from infra.doctor.check import (
     AREAS,
@@ -42,6 +41,7 @@ from refiner_core.contract.loading import apply_overrides, load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.services import asks_judge, serves
 from refiner_core.contract.types import THINKING_OFF, WITHOUT_REASONING
+from refiner_core.report.printing import size
 
 _JUDGE_S = 60.0
 _SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)*=[^\s`;,)]+")
@@ -204,11 +204,11 @@ def _forecast(plan: Plan, info: SystemInfo) -> CheckResult:
 
     room = planned_space([plan])
     needed, free = room.forecast.needed_bytes, room.free_bytes
-    what = f"takes up to {gib(needed)}; {gib(free)} are free"
+    what = f"takes up to {size(needed)}; {size(free)} are free"
     if room.forecast.unknown:
         what += f"; unknown: {', '.join(room.forecast.unknown)}"
     if not room.forecast.stages:
-        what = f"nothing is left to write; {gib(free)} are free"
+        what = f"nothing is left to write; {size(free)} are free"
     why = "the run pauses when the disk is full, and continues when there is space"
     fix = f"refiner plan {info.recipe} --disk"
     return fine(what) if room.fits else found("warning", what, fix, why)

@@ -14,7 +14,6 @@ from typing import Any
 
 from flows.checking.models import judge_notes, layer_notes, model_files, position_notes
 from infra.disk.forecast import ModelSize, model_size
-from infra.disk.manager import gib
 from infra.host.gpus import gpus_here, too_many_gpus
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.training import training_notes
@@ -37,6 +36,7 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import picked
 from refiner_core.contract.services import asks_judge, engine_of, is_service, serves
+from refiner_core.report.printing import size
 
 #: What sits on a GPU, by the first letter of its cell.
 _LEGEND = {
@@ -321,12 +321,12 @@ def planning_notes(plan: Plan) -> list[str]:
     for need in memory_needs(plan):
         asked = _asked(plan.config, need)
         if need.host_bytes > asked:
-            parts = {name: size * need.processes for name, size in need.on_host.items()}
+            parts = {name: one * need.processes for name, one in need.on_host.items()}
             largest = sorted({**parts, **need.shared}.items(), key=lambda part: -part[1])[:3]
-            said = ", ".join(f"{name} {gib(size)}" for name, size in largest)
+            said = ", ".join(f"{name} {size(one)}" for name, one in largest)
             notes.append(
-                f"{need.stage} will take about {gib(need.host_bytes)} of host memory, and asks "
-                f"for {gib(asked)} ({need.stage}.resources.memory_gb): {said}."
+                f"{need.stage} will take about {size(need.host_bytes)} of host memory, and asks "
+                f"for {size(asked)} ({need.stage}.resources.memory_gb): {said}."
             )
     return notes
 
@@ -338,8 +338,8 @@ def _asked(config: RecipeConfig, need: MemoryNeed) -> int:
 def model_shape(config: RecipeConfig) -> ModelShape | None:
     """Sizes of a recipe's model, by its files or its name; None if unknown."""
     files = model_files(config.model.name_or_path, config.model.revision)
-    size: ModelSize = model_size(files.folder if files else None, config.model.name_or_path)
-    if size.parameters is None:
+    model: ModelSize = model_size(files.folder if files else None, config.model.name_or_path)
+    if model.parameters is None:
         return None
     text = files.text_config if files else {}
 
@@ -350,7 +350,7 @@ def model_shape(config: RecipeConfig) -> ModelShape | None:
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     width = number("head_dim") or (hidden // heads if heads else 0)
     return ModelShape(
-        parameters=size.parameters,
+        parameters=model.parameters,
         hidden=hidden,
         inner=number("intermediate_size"),
         layers=number("num_hidden_layers"),
