@@ -93,7 +93,7 @@ if TYPE_CHECKING:
         nightly_status,
         run_nightly,
     )
-    from flows.notifying.sender import notify_settings, try_channels
+    from flows.notifying.notifiers import notify_settings, try_channels
     from flows.plans import (
         OUTPUT_VERSION,
         StageExplanation,

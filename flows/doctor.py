@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from infra.disk.manager import gib
 from infra.doctor import gpu, machine, services, slurm
 from infra.doctor.check import (
     AREAS,
@@ -37,14 +36,13 @@ from infra.store.provenance import read_certificates, versions
 from infra.store.workspace import Workspace
 from infra.tracking import masked_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, RefinerError, no_such
+from refiner_core.contract.errors import RefinerError, no_such
 from refiner_core.contract.loading import apply_overrides, load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.services import asks_judge, serves
 from refiner_core.contract.types import THINKING_OFF, WITHOUT_REASONING
+from refiner_core.report.printing import size
 
-#: Maximum wait for a job to appear, seconds; see ``--job``.
-JOB_WAIT_S = 120.0
 _JUDGE_S = 60.0
 _SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)*=[^\s`;,)]+")
 
@@ -55,8 +53,6 @@ def examine(
     *,
     offline: bool = False,
     only: Sequence[str] = (),
-    job: bool = False,
-    wait_s: float = JOB_WAIT_S,
     limit_s: float | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CheckResult]:
@@ -73,8 +69,6 @@ def examine(
         Send no requests outside this machine and its cluster.
     only
         Areas to check (default: all of :data:`~infra.doctor.check.AREAS`).
-    job
-        Also submit a tiny job, and report from its node; waits for it at most ``wait_s`` seconds.
     limit_s
         Time limit of each check, seconds.
     tell
@@ -99,9 +93,7 @@ def examine(
     areas = (machine, gpu, slurm, services)
     checks = [check for area in areas for check in area.CHECKS]
     checks += _recipe_checks(plan, refusal, info)
-    if job:
-        checks.append(_job_check(info, wait_s))
-    chosen = [c for c in checks if not only or c.area in only or (job and c.area == "node")]
+    chosen = [c for c in checks if not only or c.area in only]
     found = run_checks(chosen, info, limit_s=limit_s, tell=tell)
     return [replace(f, what=masked(f.what), fix=masked(f.fix), why=masked(f.why)) for f in found]
 
@@ -125,18 +117,6 @@ def _planned(recipe: str, overrides: Sequence[str]) -> tuple[Plan | None, Refine
     except RefinerError as error:
         return plan, error
     return plan, None
-
-
-def _job_check(info: SystemInfo, wait_s: float) -> DoctorCheck:
-    from infra.doctor.node import node_check
-
-    if not info.on_slurm:
-        raise ConfigurationError(
-            "--job checks a compute node, and jobs run on this machine (dispatch.executor=local).",
-            expected="a recipe, or overrides, that name Slurm and your cluster's profile",
-            fix="refiner doctor --job dispatch.executor=slurm dispatch.profile=PROFILE",
-        )
-    return node_check(wait_s)
 
 
 # ---------------------------------------------------------------- checks of the recipe
@@ -209,7 +189,7 @@ def _plan(
 
 def _gpu_use(plan: Plan, info: SystemInfo) -> CheckResult | None:
     """Whether the jobs that must run together have enough GPUs, here or on the cluster's nodes."""
-    from flows.checking.gpus import gpu_use
+    from flows.checking.resources import gpu_use
 
     use = gpu_use(plan)
     if use is None or use.nodes is None:
@@ -224,11 +204,11 @@ def _forecast(plan: Plan, info: SystemInfo) -> CheckResult:
 
     room = planned_space([plan])
     needed, free = room.forecast.needed_bytes, room.free_bytes
-    what = f"takes up to {gib(needed)}; {gib(free)} are free"
+    what = f"takes up to {size(needed)}; {size(free)} are free"
     if room.forecast.unknown:
         what += f"; unknown: {', '.join(room.forecast.unknown)}"
     if not room.forecast.stages:
-        what = f"nothing is left to write; {gib(free)} are free"
+        what = f"nothing is left to write; {size(free)} are free"
     why = "the run pauses when the disk is full, and continues when there is space"
     fix = f"refiner plan {info.recipe} --disk"
     return fine(what) if room.fits else found("warning", what, fix, why)

@@ -24,8 +24,13 @@ from refiner_core.cards.lint import CardFinding
 from refiner_core.cards.lint import check_card as findings_of
 from refiner_core.cards.lint.evidence_check import LARGEST
 from refiner_core.contract.config import PublishConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, DataError, HubRefused, RefinerError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    DataError,
+    HubRefused,
+    RefinerError,
+    no_such,
+)
 from refiner_core.contract.records import RunRecord
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[^\s@]+))?")
@@ -269,12 +274,8 @@ def show_card(
             )
         wanted = _latest(done)
     elif wanted not in done:
-        state = "is not done" if wanted in run.stages else "is not one of its stages"
-        raise ConfigurationError(
-            f"{wanted} of {run.run} {state}.{suggest(wanted, done)}",
-            expected=f"one of: {', '.join(done) or '(none is done)'}",
-            fix=f"name one of these; see `refiner status {here}`",
-        )
+        fix = f"name one of these; see `refiner status {here}`"
+        raise no_such(f"{run.run} has no finished publication", wanted, done, fix)
     facts = facts_of_stage(ws, run.stages[wanted])
     result = ws.read_result(run.stages[wanted])
     published = result.report.get("card") if result is not None else None

@@ -28,8 +28,7 @@ from infra.store import atomic
 from infra.store.provenance import host, new_scratch, versions, write_certificate
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
-from refiner_core.contract.errors import ConfigurationError, RefinerError, StageFailed
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import ConfigurationError, RefinerError, StageFailed, no_such
 from refiner_core.contract.loading import apply_overrides, load_recipe
 from refiner_core.contract.placement import training_memory
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
@@ -104,11 +103,8 @@ def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -
     gpus = len(found["gpus"])
     dtype = "bfloat16" if gpus else config.model.dtype
     if model is not None and model not in SHAPES:
-        raise ConfigurationError(
-            f"There is no shape {model!r}.{suggest(model, SHAPES)}",
-            expected="one of: " + ", ".join(SHAPES),
-            fix="leave --model out: the largest that fits is used",
-        )
+        fix = "leave --model out: the largest that fits is used"
+        raise no_such("There is no shape", model, SHAPES, fix)
     tried = [model] if model else (list(reversed(SHAPES)) if gpus else ["tiny"])
     worlds = tuple(sorted({1, 2, gpus} & set(range(1, gpus + 1)))) or (2,)
     last = WorkOrder(gpus, dtype, tried[-1], False, worlds, vllm=_vllm(config))
@@ -158,11 +154,7 @@ def certify_node(
         load_recipe(recipe, overrides) if recipe else apply_overrides(RecipeConfig(), overrides)
     )
     if unknown := [name for name in only if name not in PARTS]:
-        raise ConfigurationError(
-            f"There is no part {unknown[0]!r}.{suggest(unknown[0], PARTS)}",
-            expected="one of: " + ", ".join(PARTS),
-            fix="see `refiner certify --help`",
-        )
+        raise no_such("There is no part", unknown[0], PARTS, "see `refiner certify --help`")
     began, checks = time.monotonic(), list[CertifiedCheck]()
     deadline = began + time_limit_s
     workspace = Workspace.open(config.workspace, config.data_root)

@@ -1,9 +1,12 @@
-"""Checks of a model's files: refuse at once what would fail after hours.
+"""Checks of a model's files: refuse at once what would fail after hours; notes on judges.
 
 In: a model reference; a recipe's configuration. Out: :class:`ModelFiles`, from a local folder or
 the Hub client's cache; or a refusal with the numbers and the field to change. Takes milliseconds
 and no torch; a model that is not downloaded yet is not checked. Unreadable files are left to the
 loader (:func:`refiner_core.training.model.loading.check_model`), whose messages are better.
+
+A judge that reasons before it answers takes thousands of tokens where a score takes a few, so that
+every judgement would end by length: its chat template decides, else its name.
 """
 
 from __future__ import annotations
@@ -11,16 +14,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from infra.external.checkpoints import safetensors_header
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.placement import STAGES
+from refiner_core.contract.protocols import configs_under
+from refiner_core.contract.services import asks_judge
+from refiner_core.contract.types import WITHOUT_REASONING
 from refiner_core.generation.completions import recurrent_layers
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
@@ -344,3 +351,96 @@ def position_notes(config: RecipeConfig) -> list[str]:
         f"training starts. Keep {' and '.join(sorted(stages))} within {window} tokens "
         "(pack_length, max_token_length, data.max_prompt_token_length)."
     ]
+
+
+# ---------------------------------------------------------------- judges that reason
+
+
+#: Limit of tokens that leaves enough for reasoning.
+_ENOUGH_TOKENS = 4096
+#: Families that reason unless they are asked not to.
+_REASONS = re.compile(
+    r"qwen3(?!.*(instruct|coder|base|embedding|reranker))|qwq|deepseek-r1|gpt-oss|magistral|"
+    r"glm-(4\.[5-9]|[5-9])|minimax-m|seed-oss|smollm3|thinking|reasoning",
+    re.IGNORECASE,
+)
+#: Arguments of chat templates that switch reasoning.
+_SWITCHES = ("enable_thinking", "thinking")
+
+
+def judge_notes(config: RecipeConfig) -> list[str]:
+    """A note for each judge of a recipe and its protocols that reasons first and may not."""
+    asked = {
+        (under.judge.model, under.judge.extra_body): under.judge
+        for under in (config, *configs_under(config).values())
+        if asks_judge(under)
+    }
+    return [
+        f"{judge.model} (judge.model) reasons before it answers, and judge.max_tokens="
+        f"{judge.max_tokens} ends its replies before the score: {WITHOUT_REASONING}."
+        for judge in asked.values()
+        if _is_cut(judge)
+    ]
+
+
+def _is_cut(judge: JudgeConfig) -> bool:
+    if judge.kind != "openai" or judge.max_tokens >= _ENOUGH_TOKENS:
+        return False
+    body = json.loads(judge.extra_body or "{}")
+    if "reasoning_effort" in body or "reasoning" in body:
+        return False
+    given = body.get("chat_template_kwargs") or {}
+    files = model_files(judge.model, judge.revision or "main")
+    found = None if files is None else _template_reasons(files, given)
+    if found is not None:
+        return found
+    off = any(given.get(name) is False for name in _SWITCHES) or "reasoning_effort" in given
+    return reasons_by_name(judge.model) and not off
+
+
+def reasons_by_name(model: str) -> bool:
+    """Tell whether a model is of a family that reasons unless it is asked not to."""
+    return bool(_REASONS.search(model))
+
+
+def _template_reasons(files: ModelFiles, given: Mapping[str, Any]) -> bool | None:
+    """Tell whether a prompt of the model's chat template invites reasoning; None without a
+    readable template.
+
+    It does if it opens the reasoning itself, or if a switch would change it, which is not off.
+    """
+    template = _template_of(files)
+    prompt = None if template is None else _prompt(template, given)
+    if template is None or prompt is None:
+        return None
+    if prompt.rpartition("<think>")[1] and "</think>" not in prompt.rpartition("<think>")[2]:
+        return True
+    for name in _SWITCHES:
+        on, off = (_prompt(template, {**given, name: value}) for value in (True, False))
+        if prompt == on != off:
+            return True
+    return False
+
+
+def _template_of(files: ModelFiles) -> str | None:
+    path = files.folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    found = files.json("tokenizer_config.json").get("chat_template")
+    return found if isinstance(found, str) else None
+
+
+def _prompt(template: str, arguments: Mapping[str, Any]) -> str | None:
+    """The prompt for a question, as servers render it; None if the template cannot be rendered."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    rendering = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    messages = [{"role": role, "content": "question"} for role in ("system", "user")]
+    values = {"messages": messages, "tools": None, "add_generation_prompt": True, **arguments}
+    try:
+        return rendering.from_string(template).render(values)
+    except (jinja2.TemplateError, TypeError, ValueError):
+        return None

@@ -15,8 +15,7 @@ from typing import Any
 
 from refiner_core.contract.checks.environment import BUILTIN_ROWS
 from refiner_core.contract.config import DataConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.kinds.serving import JUDGE_WEIGHTS
 from refiner_core.contract.planned import HUB_DIGEST
 from refiner_core.contract.protocols import configs_under, refused_under, under
@@ -69,23 +68,15 @@ def _known_names(name: str) -> tuple[Collection[str], Collection[str]] | None:
 
 
 def _check_best(config: RecipeConfig) -> None:
-    from refiner_core.evaluation.metric_names import base_of
     from refiner_core.evaluation.metrics import has_metric, metrics_of
 
-    metric, decoding = config.publish.best_metric, config.publish.best_decoding
-    known = metrics_of(config)
-    if not has_metric(config, metric):
-        what, name, offered = "metric", metric, known
-        hint = suggest(base_of(metric), known)
-    elif decoding not in config.evaluate.decoding:
-        what, name, offered, hint = "decoding", decoding, config.evaluate.decoding, ""
-    else:
-        return
-    raise ConfigurationError(
-        f"`publish.best_{what}` is {name!r}, which no evaluation of this recipe gives.{hint}",
-        expected="one of: " + ", ".join(offered),
-        fix=f"correct publish.best_{what}, or add its evaluation",
-    )
+    publish, decodings = config.publish, config.evaluate.decoding
+    what, fix = "No evaluation of this recipe gives", "correct it, or add its evaluation"
+    if not has_metric(config, publish.best_metric):
+        known = metrics_of(config)
+        raise no_such(f"{what} publish.best_metric", publish.best_metric, known, fix)
+    if publish.best_decoding not in decodings:
+        raise no_such(f"{what} publish.best_decoding", publish.best_decoding, decodings, fix)
 
 
 #: Files up to this size are hashed completely; larger ones by size, head and tail.

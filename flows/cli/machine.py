@@ -31,7 +31,7 @@ from flows.cli.options import (
 )
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.records import picked
-from refiner_core.report.printing import table_lines
+from refiner_core.report.printing import size, table_lines
 
 if TYPE_CHECKING:
     from flows.disk import ReclaimResult
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 _MARKS = {"ok": "ok", "missing": "--", "warning": "WARN", "broken": "BROKEN"}
 _FINDING_COLOURS = {"ok": "green", "missing": "bright_black", "warning": "yellow", "broken": "red"}
-#: Runs in a list of the largest.
-_LARGEST = 5
 _BROKEN = 8  # as for every command that finds this machine lacking
 
 
@@ -51,9 +49,8 @@ _BROKEN = 8  # as for every command that finds this machine lacking
 @argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
 @click.option("--only", multiple=True, metavar="AREA", help="check this area; repeatable")
 @click.option("--offline", is_flag=True, help="no requests outside this machine and its cluster")
-@click.option("--job", is_flag=True, help="submit a tiny job to Slurm, and report from its node")
-@click.option("--wait", "wait_s", type=click.FloatRange(min=1), default=120, show_default=True,
-              metavar="SECONDS", help="with --job: maximum wait")  # fmt: skip
+@former_option("--job", "`srun refiner doctor` checks a compute node.", flag=True)
+@former_option("--wait", "`srun refiner doctor` waits for its node.")
 @click.option("--limit", "limit_s", type=click.FloatRange(min=0.1), metavar="SECONDS",
               help="time limit of each check")  # fmt: skip
 @json_option
@@ -65,7 +62,7 @@ def doctor_command(
     With RECIPE, a requirement of it that does not work is `broken`, and the exit code is 8; without
     one, what is absent is only `missing`. Nothing is changed: files are tried in a scratch folder,
     jobs with `sbatch --test-only`. AREAs: recipe, python, machine, gpu, workspace, slurm,
-    node, prefect, hub, wandb, judge, vllm, network.
+    prefect, hub, wandb, judge, vllm, network.
     """
     from flows.doctor import examine, findings_json
 
@@ -316,8 +313,6 @@ def _reclaimed_json(done: ReclaimResult, dry_run: bool) -> dict[str, Any]:
 
 
 def _reclaimed(done: ReclaimResult, dry_run: bool) -> Iterator[str]:
-    from infra.disk.manager import gib
-
     for hold in done.holds:
         verb = "would be" if dry_run else "was"
         yield (
@@ -328,64 +323,53 @@ def _reclaimed(done: ReclaimResult, dry_run: bool) -> Iterator[str]:
     if not found:
         yield "There is nothing that may be deleted."
     else:
-        rows = [(gib(c.bytes), c.rank.name.lower(), str(c.path), c.why) for c in found]
+        rows = [(size(c.bytes), c.rank.name.lower(), str(c.path), c.why) for c in found]
         yield from table_lines(rows, ("size", "kind", "path", "why"))
     if dry_run:
-        yield f"\n{gib(sum(c.bytes for c in found))} would be freed."
+        yield f"\n{size(sum(c.bytes for c in found))} would be freed."
         return
     kept = len(found) - len(done.items)
     left = f"; {kept} could not be deleted, see above" if kept else ""
-    yield f"\n{gib(done.bytes)} reclaimed{left}. {done.status}."
+    yield f"\n{size(done.bytes)} reclaimed{left}. {done.status}."
 
 
 def _lines(used: Sequence[UsageRow], found: dict[str, Any]) -> Iterator[str]:
-    from infra.disk.manager import gib
-
     room, inodes = found["room"], found["room"]["free_inodes"]
     more = "" if inodes is None else f"; {inodes:,} more files fit"
     yield f"{found['data']}: {found['status']}"
-    yield f"  {gib(room['free_bytes'])} free, by {room['source']}{more}"
+    yield f"  {size(room['free_bytes'])} free, by {room['source']}{more}"
     total = found["total"]
-    yield (
-        f"  {gib(total['bytes'])} in this workspace, {total['inodes']:,} files; of it "
-        f"{gib(total['shared_bytes'])} in stages that several runs share"
-    )
-    for entry in found["reservations"]:
-        yield f"  {gib(entry['bytes'])} reserved by {entry['stage_id']}, attempt {entry['attempt']}"
+    yield f"  {size(total['bytes'])} in this workspace, {total['inodes']:,} files"
+    for one in found["reservations"]:
+        yield f"  {size(one['bytes'])} reserved by {one['stage_id']}, attempt {one['attempt']}"
     if found["pins"]:
         yield f"  pinned: {', '.join(found['pins'][:_SHOWN])}"
     yield ""
     runs = list(dict.fromkeys(r.run for r in used if r.run))
     rows = [
-        (row.run or "(no run)", row.kind, gib(row.size.bytes), f"{row.size.inodes:,}")
+        (row.run or "(no run)", row.kind, size(row.size.bytes), f"{row.size.inodes:,}")
         for row in used
         if row.run not in runs[_SHOWN:]
     ]
     yield from table_lines(rows or [("", "nothing yet", "", "")], ("run", "kind", "size", "files"))
-    largest = sorted(found["unique"].items(), key=lambda pair: -pair[1])[:_LARGEST]
-    if len(largest) > 1 and largest[0][1]:
-        yield "\nRuns that would free the most (refiner rm RUN):"
-        yield from (f"  {gib(size)}  {run}" for run, size in largest if size)
     if len(runs) > _SHOWN:
         yield f"({len(runs) - _SHOWN} older runs: --json)"
     yield from _kept(found)
     may_go = found["reclaimable"]
-    yield f"\nA reclaim would free {gib(sum(c['bytes'] for c in may_go))} ({len(may_go)} items)."
+    yield f"\nA reclaim would free {size(sum(c['bytes'] for c in may_go))} ({len(may_go)} items)."
 
 
 def _kept(report: dict[str, Any]) -> Iterator[str]:
     """Judgements, publications, and checkpoints held for stages."""
-    from infra.disk.manager import gib
-
     if (store := report["judgements"])["files"]:
-        yield f"\n  {store['judgements']:,} judgements are stored ({gib(store['bytes'])})"
+        yield f"\n  {store['judgements']:,} judgements are stored ({size(store['bytes'])})"
     for one in report["published"][-_SHOWN:]:
         commit = f" @ {one['commit'][:12]}" if one["commit"] else ""
-        here = f"the weights here take {gib(one['here_bytes'])}"
+        here = f"the weights here take {size(one['here_bytes'])}"
         here = here if one["here_bytes"] else one["reclaimed"] or "no weights here"
         yield f"  published: {one['stage_id']} to {one['target']}{commit}; {here}"
     for hold in report["holds"]:
-        kept = f"step {hold['step']} of {hold['stage_id']} ({gib(hold['bytes'])})"
+        kept = f"step {hold['step']} of {hold['stage_id']} ({size(hold['bytes'])})"
         why = f"idle, {hold['idle']}: --reclaim releases it" if hold["idle"] else "still to come"
         yield f"  held: {kept} for {hold['waiting']}: {why}"
 

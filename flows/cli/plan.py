@@ -26,7 +26,7 @@ from flows.cli.options import (
     split_workspace,
 )
 from refiner_core.contract.records import picked
-from refiner_core.report.printing import table_lines
+from refiner_core.report.printing import size, table_lines
 
 if TYPE_CHECKING:
     from flows.disk import PlannedSpace
@@ -48,8 +48,7 @@ def plan_command(
 
     Nothing is changed; neither network nor GPU is needed.
     """
-    from flows.checking.gpus import gpus_json
-    from flows.checking.resources import memory_json, planning_notes
+    from flows.checking.resources import gpus_json, memory_json, planning_notes
     from flows.disk import disk_of_plan
     from flows.durations import forecast_times, time_lines, times_json
     from flows.plans import forecast, plan_json
@@ -79,19 +78,18 @@ def plan_command(
 def _show_disk(room: PlannedSpace, *, stages: bool) -> None:
     """Print the disk use of the plan: one line if it does not fit, the full table on request."""
     from flows.disk import LESS_ROOM
-    from infra.disk.manager import gib
 
     found = room.forecast
     if stages:
-        rows = [(s.stage.name, gib(s.peak), gib(s.final), s.basis) for s in found.stages]
+        rows = [(s.stage.name, size(s.peak), size(s.final), s.basis) for s in found.stages]
         click.echo("")
         print_lines(table_lines(rows, ("stage", "at most", "at the end", "by")))
     if stages or not room.fits:
         verdict = "fits" if room.fits else "does not fit"
-        more = f" and {gib(room.reclaimable_bytes)} can be freed" * bool(room.reclaimable_bytes)
+        more = f" and {size(room.reclaimable_bytes)} can be freed" * bool(room.reclaimable_bytes)
         unknown = f"; unknown: {', '.join(found.unknown)}" * bool(found.unknown)
         click.echo(
-            f"\ndisk: needs {gib(found.needed_bytes)}, {gib(room.free_bytes)} are free{more} "
+            f"\ndisk: needs {size(found.needed_bytes)}, {size(room.free_bytes)} are free{more} "
             f"({room.source}): {verdict}{unknown}"
         )
     if not room.fits:
@@ -117,8 +115,7 @@ def _disk_json(room: PlannedSpace) -> dict[str, Any]:
 def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) -> None:
     """Print a recipe's plan as a table or as JSON, notes on its training, and suggested
     commands."""
-    from flows.checking.gpus import gpu_lines
-    from flows.checking.resources import planning_notes
+    from flows.checking.resources import gpu_lines, planning_notes
 
     show_plan_of(plan, as_json)
     if as_json:

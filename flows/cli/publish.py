@@ -26,9 +26,8 @@ from flows.cli.options import (
     wrong_text,
 )
 from flows.cli.run import finish, leave_to, stop_on_signals
-from infra.disk.manager import gib
 from refiner_core.contract.records import picked
-from refiner_core.report.printing import table_lines
+from refiner_core.report.printing import size, table_lines
 
 if TYPE_CHECKING:
     from flows.adopting import How
@@ -220,7 +219,7 @@ def adopt_command(
 
 def _adopted_lines(report: dict[str, Any]) -> Iterator[str]:
     rows = [
-        [str(c["step"]), c["path"], c["layout"], gib(c["bytes"]), c["note"]]
+        [str(c["step"]), c["path"], c["layout"], size(c["bytes"]), c["note"]]
         for c in report["checkpoints"]
     ]
     yield from table_lines(rows, ["STEP", "CHECKPOINT", "LAYOUT", "SIZE", "STATE"])

@@ -260,7 +260,7 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     The output of a channel's command goes to standard error. Exit code 0 if every channel has
     accepted the message, else 1.
     """
-    from flows.notifying.sender import notify_settings, try_channels
+    from flows.notifying.notifiers import notify_settings, try_channels
 
     names, overrides = split_overrides(words)
     recipe = at_most_one(names, "recipe", " for tiny") or "tiny"

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from flows.nightly.checkpoints import ResolvedWeights, evaluations_in
-from flows.notifying.channels import ChannelError, send
+from flows.notifying.sender import ChannelError, send
 from infra.store.nightly_records import NightlyRecords
 from infra.store.records import now_text
 from infra.store.workspace import Workspace

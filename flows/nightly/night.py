@@ -40,8 +40,13 @@ from infra.store.nightly_records import NightlyRecords
 from infra.store.orchestrators import orchestrator_of
 from infra.store.records import now_text
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    HubOutage,
+    HubRefused,
+    RefinerError,
+    no_such,
+)
 from refiner_core.contract.files import readable
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
@@ -206,13 +211,8 @@ def check_nightly(file: str, overrides: Sequence[str] = ()) -> CheckedNightly:
         canary = _pinned_canary(nightly, workspace)
         plan = night_plan(nightly, canary, "2026-01-01")
         if alien := next((m for m in nightly.alerts.metrics if not has_metric(base, m)), None):
-            known = metrics_of(base)
-            raise ConfigurationError(
-                f"`alerts.metrics` names {alien!r}, which no evaluation has."
-                f"{suggest(alien, known)}",
-                expected="one of: " + ", ".join(known),
-                fix="correct `alerts.metrics`",
-            )
+            said = "`alerts.metrics` names a metric that no evaluation has:"
+            raise no_such(said, alien, metrics_of(base), "correct `alerts.metrics`")
         for checkpoint in nightly.checkpoints:
             try:
                 resolve(checkpoint, workspace)

@@ -38,6 +38,7 @@ from refiner_core.contract.protocols import configs_under, refused_under
 from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, picked, to_json
 from refiner_core.contract.sections.steering import alarms_of
 from refiner_core.contract.types import StageView
+from refiner_core.report.printing import size
 
 if TYPE_CHECKING:
     from flows.disk import PlannedSpace
@@ -192,7 +193,6 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
     """
     from flows.checking.resources import planning_notes
     from flows.disk import LESS_ROOM
-    from infra.disk.manager import gib
 
     plan = make_recipe_plan(recipe, overrides)
     check_supported(plan.config)
@@ -214,9 +214,9 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
     room = refuse_what_never_fits(plan)
     if not room.fits:
         print_line(
-            f"This run needs up to {gib(room.forecast.needed_bytes)} at a time, and "
-            f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
-            f"Reduce this with {LESS_ROOM}"
+            f"This run needs up to {size(room.forecast.needed_bytes)} at a time, and "
+            f"{size(room.free_bytes)} are free (by {room.source}). It pauses when the disk is "
+            f"full. Reduce this with {LESS_ROOM}"
         )
     for note in planning_notes(plan):
         print_line(note)
@@ -233,14 +233,13 @@ def refuse_what_never_fits(plan: Plan) -> PlannedSpace:
         Even an empty disk or quota is too small: the run would wait forever.
     """
     from flows.disk import planned_space
-    from infra.disk.manager import gib
 
     room = planned_space([plan])
     # A file system without a size (/proc) holds nothing: opening the workspace reports that.
     if room.never_fits and room.limit_bytes and plan.config.disk.too_small == "refuse":
         raise NoSpaceError(
-            f"This run needs {gib(room.forecast.sure_bytes)} at one time, and "
-            f"{plan.config.workspace} can never hold more than {gib(room.limit_bytes)} (by "
+            f"This run needs {size(room.forecast.sure_bytes)} at one time, and "
+            f"{plan.config.workspace} can never hold more than {size(room.limit_bytes)} (by "
             f"{room.source})",
             expected="a disk and a quota that hold two checkpoints and the weights",
             fix="name another `workspace=`, have the limit raised, or start it anyway and wait "
@@ -252,7 +251,7 @@ def refuse_what_never_fits(plan: Plan) -> PlannedSpace:
 def warn_of_silence(config: RecipeConfig) -> None:
     """Warn at the start of a run about addresses that receive no messages."""
     for alarm in alarms_of(config.notify):
-        from flows.notifying.channels import addresses
+        from flows.notifying.sender import addresses
 
         if alarm.channel == "url" and not addresses(alarm.what):
             print_line(

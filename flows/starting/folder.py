@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from flows.checking.judges import reasons_by_name
+from flows.checking.models import reasons_by_name
 from flows.running.calls import make_recipe_plan
 from flows.starting.flags import OF_REFINER, TAU2, TINY, all_answers, inspect_rows
 from infra.store.atomic import no_space_guard

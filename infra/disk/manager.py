@@ -44,8 +44,6 @@ from refiner_core.contract.placement import STAGES
 from refiner_core.report.printing import size
 
 log = logging.getLogger(__name__)
-#: Size for people.
-gib = size
 #: Files and folders of a save; free inodes below which they are reported.
 SAVE_INODES, _FEW_INODES = 16, 1000
 
@@ -245,7 +243,7 @@ class DiskManager:
         inodes = self._missing_inodes(self.room(), ref)
         if inodes:
             return f"{inodes} more files and folders (inodes)"
-        return gib(need_bytes)
+        return size(need_bytes)
 
     def status_line(self) -> str:
         """Text for people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``; or few free inodes."""
@@ -253,12 +251,12 @@ class DiskManager:
         if space.free_inodes is not None and space.free_inodes < _FEW_INODES:
             text = f"{space.free_inodes:,} more files and folders (inodes) possible"
         elif space.used_bytes is None or space.limit_bytes is None:
-            text = f"{gib(space.free_bytes)} free"
+            text = f"{size(space.free_bytes)} free"
         else:
             used, limit = space.used_bytes / _GIB, space.limit_bytes / _GIB
             digits = 1 if limit >= 1 else 3
             text = f"{used:,.{digits}f} of {limit:,.{digits}f} GiB used"
-        return f"{text}, {gib(reserved)} reserved" if reserved else text
+        return f"{text}, {size(reserved)} reserved" if reserved else text
 
     # ------------------------------------------------------------ freeing space
 
@@ -373,16 +371,16 @@ class DiskManager:
     def _write_goes_through(self, need_bytes: int, fresh: bool) -> bool:
         """Test by writing, which also finds quotas that no tool shows. A success holds for two
         seconds."""
-        size = max(4096, min(need_bytes, PROBE_BYTES))
+        probe = max(4096, min(need_bytes, PROBE_BYTES))
         now = self._clock()
         at, wrote = self._wrote or (now, 0)
-        if not fresh and wrote >= size and now - at < _WRITE_CACHE_S:
+        if not fresh and wrote >= probe and now - at < _WRITE_CACHE_S:
             return True
         layout = self.workspace.layout
-        roots = {existing(layout.control): 4096, existing(layout.data): size}
+        roots = {existing(layout.control): 4096, existing(layout.data): probe}
         refused = {refusal(folder, bytes_) for folder, bytes_ in roots.items()}
         self._read_only = errno.EROFS in refused
-        self._wrote = (now, size) if refused == {None} else None
+        self._wrote = (now, probe) if refused == {None} else None
         return refused == {None}
 
     def _settle(self) -> None:
@@ -398,7 +396,7 @@ class DiskManager:
             return no_space_error(self.workspace.layout.data, "waiting for space", why)
         missing = self.lacking(self.shortage(need_bytes, ref), ref)
         return NoSpaceError(
-            f"No space for {gib(need_bytes)} in {self.workspace.layout.data}: {missing} are "
+            f"No space for {size(need_bytes)} in {self.workspace.layout.data}: {missing} are "
             f"missing ({self.status_line()}, by {space.source})",
             expected="free space on the disk, and in the quota of the user or group",
             fix="see `refiner disk`, free some space and run the same command again",
@@ -480,7 +478,7 @@ class DiskWatch:
         if missing and self.disk_manager.config.reclaim:
             done = self.disk_manager.reclaim(need)
             if done.items:
-                text = f"{gib(done.bytes)} reclaimed ({len(done.items)} items)"
+                text = f"{size(done.bytes)} reclaimed ({len(done.items)} items)"
                 self._tell("reclaimed", text, done.bytes)
             missing = self.disk_manager.shortage(need)
         if bool(missing) == self._short:
@@ -492,9 +490,9 @@ class DiskWatch:
         else:
             self._tell("room", f"there is space again: {self.disk_manager.status_line()}", 0)
 
-    def _tell(self, kind: EventKind, message: str, size: int) -> None:
+    def _tell(self, kind: EventKind, message: str, bytes_: int) -> None:
         log.log(logging.INFO if kind == "room" else logging.WARNING, "disk: %s", message)
-        self._on_event(DiskEvent(kind, message, self.disk_manager.room(), size))
+        self._on_event(DiskEvent(kind, message, self.disk_manager.room(), bytes_))
 
     def _run(self) -> None:
         while not self._ended.is_set():

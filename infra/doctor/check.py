@@ -43,7 +43,7 @@ from refiner_core.contract.services import asks_judge, engine_of, serves
 State = Literal["ok", "missing", "warning", "broken"]
 #: Areas in the order of the report.
 AREAS = (
-    *("recipe", "python", "machine", "gpu", "workspace", "slurm", "node"),
+    *("recipe", "python", "machine", "gpu", "workspace", "slurm"),
     *("prefect", "hub", "wandb", "judge", "vllm", "network"),
 )
 
@@ -55,7 +55,7 @@ class CheckResult:
     Attributes
     ----------
     area, name
-        The subject: one of :data:`AREAS` (``node``: from a compute node); its name in words.
+        The subject: one of :data:`AREAS`; its name in words.
     what
         The finding in a line, with numbers.
     fix
@@ -99,10 +99,6 @@ class SystemInfo:
         The planned stages; empty without a plan.
     offline
         Ask nothing outside this machine and its cluster.
-    on_node
-        This is a compute node, in a job of the doctor.
-    asked_gpus
-        GPUs requested by this job.
     """
 
     config: RecipeConfig = field(default_factory=RecipeConfig)
@@ -110,13 +106,16 @@ class SystemInfo:
     words: str = ""
     stages: tuple[PlannedStage, ...] = ()
     offline: bool = False
-    on_node: bool = False
-    asked_gpus: int = 0
 
     @property
     def workspace(self) -> Path:
         """Folder of the records."""
         return Path(self.config.workspace).expanduser().absolute()
+
+    @property
+    def on_node(self) -> bool:
+        """True on a compute node, within a job: `srun refiner doctor`."""
+        return "SLURMD_NODENAME" in os.environ
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -144,12 +143,7 @@ class SystemInfo:
     @property
     def gpus(self) -> int:
         """The most GPUs requested by a stage on the examined machine."""
-        return max((s.resources.gpus for s in self.here(self.stages)), default=self.asked_gpus)
-
-    @property
-    def most_gpus(self) -> int:
-        """The most GPUs requested by a stage of the recipe, wherever it runs."""
-        return max((s.resources.gpus for s in self.stages), default=0)
+        return max((s.resources.gpus for s in self.here(self.stages)), default=0)
 
     @property
     def rollout_servers(self) -> bool:

@@ -76,7 +76,7 @@ def _gpus(info: SystemInfo) -> Iterator[CheckResult]:
 def _none(info: SystemInfo) -> CheckResult:
     what = "this machine has no `nvidia-smi`: no GPU, or no driver"
     if info.on_slurm and not info.on_node:
-        what += "; stages with GPUs go to Slurm, `--job` checks there"
+        what += "; stages with GPUs go to Slurm, `srun refiner doctor` checks there"
     if not info.gpus:
         return found("missing", what, why="large models")
     fix = f"{info.command('run')} dispatch.executor=slurm dispatch.profile=PROFILE"
@@ -142,8 +142,6 @@ def _rollouts(info: SystemInfo) -> CheckResult | None:
     if info.rollout_servers:
         program = ServerProgram(info.config.grpo.rollout_server, "grpo.rollout_server", "vllm")
         return _environment(info, program, info.rollout_gpus)
-    if info.on_node:
-        return None
     if path := shutil.which("vllm"):
         return fine(f"{path} is on PATH", name="vllm")
     fix = _make(info, "grpo.rollout_server", "vllm")
@@ -163,7 +161,7 @@ def _environment(info: SystemInfo, program: ServerProgram, gpus: int) -> CheckRe
     name, engine, needed = program.field, program.engine, info.serves_here
     state, why = doubtful(needed), f"{name} serves models with {engine}"
     if program.lacking:
-        elsewhere = "" if needed else " here; `refiner doctor --job` checks a compute node"
+        elsewhere = "" if needed else " here; `srun refiner doctor` checks a compute node"
         fix = _make(info, name, engine)
         return found(state, program.lacking + elsewhere, fix, why, name=name)
     python = shlex.quote(program.config.python or "python3")
@@ -179,9 +177,8 @@ def _environment(info: SystemInfo, program: ServerProgram, gpus: int) -> CheckRe
         return found(state, what, fix, why, name=name)
     build = f"torch {value['torch']}, CUDA {value['cuda'] or 'none'}"
     what = f"{engine} {value['engine']}, {build}, sees {value['gpus']} GPUs"
-    asked = info.asked_gpus if info.on_node else gpus
-    if asked and needed and not value["gpus"]:
-        return found(absent(needed), what, fix, f"it needs {asked} GPUs", name=name)
+    if gpus and needed and not value["gpus"]:
+        return found(absent(needed), what, fix, f"it needs {gpus} GPUs", name=name)
     return fine(what, name=name)
 
 
@@ -201,7 +198,8 @@ def _text(program: ServerProgram) -> str:
     return shell_text(program.config, shlex.join(words))
 
 
-SERVING = (
+CHECKS = (
+    DoctorCheck("gpu", "GPUs", _gpus, 2 * _SMI_S + _TORCH_S, lambda info: info.gpus, "nvidia-smi"),
     DoctorCheck(
         "vllm", "servers", _rollouts, _LIMIT_S, lambda x: x.rollout_servers and not x.on_slurm
     ),
@@ -209,7 +207,3 @@ SERVING = (
         "vllm", "judge's server", _judge, _LIMIT_S, lambda x: x.judge_engine and not x.on_slurm
     ),
 )
-GPUS = (
-    DoctorCheck("gpu", "GPUs", _gpus, 2 * _SMI_S + _TORCH_S, lambda info: info.gpus, "nvidia-smi"),
-)
-CHECKS = (*GPUS, *SERVING)

@@ -22,13 +22,13 @@ import psutil
 from packaging.requirements import Requirement
 
 from infra.disk.forecast import WEIGHT_BYTES, size_of_model
-from infra.disk.manager import gib
 from infra.disk.probe import UNLIMITED, FreeSpace, Prober
 from infra.disk.usage import size_of
 from infra.doctor.check import CheckResult, DoctorCheck, SystemInfo, doubtful, fine, found
 from infra.host.files import existing, mount_of
 from infra.store import atomic
 from infra.store.workspace import FORMAT, Workspace, refuse_doubtful
+from refiner_core.report.printing import size
 
 
 def _cores(info: SystemInfo) -> CheckResult:
@@ -43,10 +43,10 @@ def _cores(info: SystemInfo) -> CheckResult:
 def _memory(info: SystemInfo) -> CheckResult:
     memory = psutil.virtual_memory()
     asked = max((s.resources.memory_gb for s in info.here(info.stages)), default=0) << 30
-    what = f"{gib(memory.total)}, {gib(memory.available)} available"
+    what = f"{size(memory.total)}, {size(memory.available)} available"
     if asked <= memory.total:
         return fine(what)
-    what += f"; a stage that runs here requests {gib(asked)}"
+    what += f"; a stage that runs here requests {size(asked)}"
     why = "the plan's `memory` shows the need of every stage"
     return found("warning", what, f"{info.command('plan')} --json", why)
 
@@ -63,7 +63,7 @@ def _shared_memory(info: SystemInfo) -> CheckResult | None:
     parameters = size_of_model(info.config).parameters or 0
     wanted = parameters * WEIGHT_BYTES[info.config.model.dtype]
     free = shutil.disk_usage(folder).free
-    what = f"{gib(free)} free, the policy's weights take {gib(wanted)}"
+    what = f"{size(free)} free, the policy's weights take {size(wanted)}"
     if free >= wanted:
         return fine(what, name=name)
     fix = f"sudo mount -o remount,size={2 * wanted >> 30}G {folder}"
@@ -189,8 +189,8 @@ def _space_of(info: SystemInfo, prefix: str, folder: Path) -> Iterator[CheckResu
 
 
 def _space_text(space: FreeSpace) -> str:
-    free = "no limit" if space.free_bytes >= UNLIMITED else f"{gib(space.free_bytes)} free"
-    limit = f" of {gib(space.limit_bytes)}" if space.limit_bytes else ""
+    free = "no limit" if space.free_bytes >= UNLIMITED else f"{size(space.free_bytes)} free"
+    limit = f" of {size(space.limit_bytes)}" if space.limit_bytes else ""
     inodes = "" if space.free_inodes is None else f", {space.free_inodes:,} files"
     quota = "" if space.knows_quota else "; no quota is known there"
     return f"{free}{limit}{inodes}, says {space.source}{quota}"

@@ -105,7 +105,7 @@ def _wandb_key(info: SystemInfo) -> CheckResult | None:
     shown = masked_address(address)
     if not _has_key(address):
         return found(absent(online), f"there is none for {shown}", _LOGIN, _OF_TRACKING)
-    if info.offline or info.on_node:
+    if info.offline:
         return fine(f"there is one for {shown}; not tried (offline)")
     try:
         check_server(address)
@@ -173,7 +173,6 @@ def _compute_nodes(info: SystemInfo) -> CheckResult | None:
     return found("broken" if says else "missing", what, fix, why, name="internet")
 
 
-NETWORK = (DoctorCheck("network", "compute nodes", _compute_nodes, limit_s=10),)
 _STOP, _WHO = "refiner server stop", "hf auth whoami"
 CHECKS = (
     DoctorCheck("prefect", "server", _server, limit_s=15, hung=_STOP),
@@ -181,5 +180,5 @@ CHECKS = (
     DoctorCheck("hub", "token", _token, limit_s=25, needed=lambda x: x.publishes, hung=_WHO),
     DoctorCheck("hub", "publishing", _publishing, limit_s=30, needed=lambda x: x.publishes),
     DoctorCheck("wandb", "key", _wandb_key, limit_s=25, needed=_online),
-    *NETWORK,
+    DoctorCheck("network", "compute nodes", _compute_nodes, limit_s=10),
 )

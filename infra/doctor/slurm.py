@@ -1,7 +1,7 @@
 """Area ``slurm``: commands, controller, accounting, and sbatch's verdict on the stages.
 
 In: Slurm's commands on PATH, the recipe's profile and stages. Out: findings. Nothing is submitted
-here (``sbatch --test-only``); :mod:`infra.doctor.node` does that, on request.
+(``sbatch --test-only``); `srun refiner doctor` checks a compute node.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig, uses
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import no_such
 from refiner_core.contract.fields import refuse_fields
 from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE
 from refiner_core.contract.plan_builder import PlanBuilder, stage_values
@@ -223,12 +223,9 @@ class Plan:
         hits = [s for s in self.stages if s.name == name_or_kind]
         hits = hits or [s for s in self.stages if s.kind == name_or_kind]
         if not hits:
-            names = ", ".join(s.name for s in self.stages)
-            raise ConfigurationError(
-                f"The plan of {self.recipe} has no stage {name_or_kind!r}.",
-                expected=f"one of: {names}",
-                fix="name one of these, or add the stage to `stages:` in the recipe",
-            )
+            names = [s.name for s in self.stages]
+            fix = "name one of these, or add the stage to `stages:` in the recipe"
+            raise no_such(f"The plan of {self.recipe} has no stage", name_or_kind, names, fix)
         return hits
 
 

@@ -174,20 +174,16 @@ def test_a_full_file_system_is_a_finding(tmp_path: Path) -> None:
 
 
 @pytest.mark.slurm
-def test_a_cluster_its_node_and_its_partitions_are_examined(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_cluster_and_its_partitions_are_examined(slurm: Cluster, tmp_path: Path) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("cpu_stages: slurm\npartition: high\n")
     asked = ["dispatch.executor=slurm", f"dispatch.profile={profile}", f"workspace={tmp_path}/runs"]
-    found = examine("tiny", asked, offline=True, only=["slurm"], job=True)
+    found = examine("tiny", asked, offline=True, only=["slurm"])
     assert named(found, "slurm", "controller").what.startswith("cluster lab answers")
     assert named(found, "slurm", "accounting").state == "missing"
     [job] = [f for f in found if f.name.startswith("job of data")]
     assert job.ok
     assert "in partition high" in job.what
-    node = named(found, "node", "job")
-    assert node.ok
-    assert "imports refiner from a code snapshot" in node.what
-    assert named(found, "node", "workspace: file system").ok
     assert not [f for f in found if f.state == "broken"]
     assert [p.name for p in tmp_path.iterdir()] == ["mine.yaml"]
 

@@ -24,7 +24,6 @@ from infra.disk.manager import (
     DiskManager,
     DiskWatch,
     Reservations,
-    gib,
 )
 from infra.disk.probe import FreeSpace
 from infra.disk.usage import by_run_and_kind, find_caches, measure, size_of, take_inventory
@@ -45,6 +44,7 @@ from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import AttemptOutcome, from_json
 from refiner_core.contract.types import StoredJudgement
+from refiner_core.report.printing import size
 from tests.support.disk import finish, foreign_checkpoint, published, save, weights_go
 from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
 from tests.support.probing import ProbingKeeper
@@ -305,11 +305,11 @@ def test_two_saves_that_do_not_fit_together_never_run_together(workspace: Worksp
 
 
 @pytest.mark.parametrize(
-    ("size", "text"),
+    ("used", "text"),
     [(3 << 39, "1.5 TiB"), (3 << 30, "3.0 GiB"), (12 << 20, "12.0 MiB"), (5 << 10, "5 KiB")],
 )
-def test_a_size_has_a_unit_that_fits(size: int, text: str) -> None:
-    assert gib(size) == text
+def test_a_size_has_a_unit_that_fits(used: int, text: str) -> None:
+    assert size(used) == text
 
 
 def test_a_probe_counts_two_seconds(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.checking.gpus import GpuJob, fits, gpu_lines, gpu_use, gpus_json
+from flows.checking.resources import GpuJob, fits, gpu_lines, gpu_use, gpus_json
 from flows.running.calls import make_recipe_plan
 from refiner_core.contract.plan import Plan
 from tests.support.gpus import invented

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from flows.api import make_recipe_plan
-from flows.checking.judges import judge_notes
 from flows.checking.models import (
     check_model_files,
+    judge_notes,
     layer_notes,
     model_files,
     position_notes,

@@ -157,7 +157,7 @@ def test_another_protocol_starts_another_series(lab: NightLab) -> None:
 def test_a_failed_channel_is_recorded_and_fails_no_night(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.notifying.channels._PAUSE_S", 0.0)
+    monkeypatch.setattr("flows.notifying.sender._PAUSE_S", 0.0)
     command = f"cat >> {tmp_path}/told; echo >> {tmp_path}/told; printenv REFINER_ALERT_TITLE"
     alarms = f"channels: [{{command: '{command}'}}, {{url: LAB_HOOK}}]"
     lab = NightLab(tmp_path / "lab", alerts=alarms)

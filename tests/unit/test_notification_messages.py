@@ -11,11 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.notifying import channels
-from flows.notifying import messages as words
-from flows.notifying.channels import ChannelError
-from flows.notifying.messages import Pauses, StageState, Topic
-from flows.notifying.notifiers import SweepNotifier
+from flows.notifying import notifiers as words
+from flows.notifying import sender
+from flows.notifying.notifiers import Pauses, StageState, SweepNotifier, Topic
+from flows.notifying.sender import ChannelError
 from flows.running.calls import warn_of_silence
 from flows.sweeping.admission import TrialVerdict
 from infra.store.layout import sweep_call
@@ -203,11 +202,11 @@ def test_a_missing_address_is_reported_before_the_run(tmp_path, monkeypatch, cap
 
 
 def test_a_command_that_hangs_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(channels, "_COMMAND_S", 1.0)
+    monkeypatch.setattr(sender, "_COMMAND_S", 1.0)
     alarm = NotifyChannel("command", f"sleep 300 & echo $! > {tmp_path}/pid; wait")
     message = words.stopped(TOPIC, "why")
     with pytest.raises(ChannelError, match="did not end"):
-        channels.send(alarm, message, show=False)
+        sender.send(alarm, message, show=False)
     child = int((tmp_path / "pid").read_text())
     # A killed child is gone when init has taken it in.
     wait_until(lambda: not _is_running(child), "its child to end", 10)
@@ -231,14 +230,14 @@ def _is_running(pid: int) -> bool:
     ],
 )
 def test_a_failed_address_is_not_repeated(text, says, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(channels, "_TRIES", 1)
+    monkeypatch.setattr(sender, "_TRIES", 1)
     file = tmp_path / "hook"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # taken, and nobody listens
         text = text.format(port=free.getsockname()[1])
         file.write_text(text)
         with pytest.raises(ChannelError, match=says) as refused:
-            channels.send(NotifyChannel("url", str(file)), words.stopped(TOPIC, "why"))
+            sender.send(NotifyChannel("url", str(file)), words.stopped(TOPIC, "why"))
     assert "secret-path" not in str(refused.value) + caplog.text
 
 
@@ -246,21 +245,21 @@ def test_a_failing_plugin_is_reported_without_the_address(monkeypatch: pytest.Mo
     def broken(*_: Any) -> str:
         raise KeyError("https://secret-path")
 
-    monkeypatch.setattr(channels, "_refusal", broken)
+    monkeypatch.setattr(sender, "_refusal", broken)
     monkeypatch.setenv("TEAM_HOOK", "slack://secret-path")
     with pytest.raises(ChannelError, match=r"TEAM_HOOK failed \(KeyError\)") as refused:
-        channels.send(NotifyChannel("url", "TEAM_HOOK"), words.stopped(TOPIC, "why"))
+        sender.send(NotifyChannel("url", "TEAM_HOOK"), words.stopped(TOPIC, "why"))
     assert "secret-path" not in "".join(traceback.format_exception(refused.value))
 
 
 def test_an_address_gets_the_format_of_its_service_and_a_redirect_is_a_failure(monkeypatch) -> None:
-    monkeypatch.setattr(channels, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(sender, "_PAUSE_S", 0.0)
     message = words.stopped(TOPIC, "why")
     with Hook() as hook, Hook(statuses=(500, 503)) as other:
         plain = f"{hook.address}?key=a%20b&key2=c"
         both = f"{plain}\n{other.address.replace('http', 'json', 1)}"
         monkeypatch.setenv("TEAM_HOOK", both)
-        channels.send(NotifyChannel("url", "TEAM_HOOK"), message)
+        sender.send(NotifyChannel("url", "TEAM_HOOK"), message)
         (body,) = hook.bodies
         text = f"{message['title']}\n{message['text']}"
         assert body == {**{k: v for k, v in message.items() if k != "version"}, "text": text}
@@ -268,4 +267,4 @@ def test_an_address_gets_the_format_of_its_service_and_a_redirect_is_a_failure(m
         assert [b["message"] for b in other.bodies] == [message["text"]] * 3, "as Apprise has it"
         hook.status = 302
         with pytest.raises(ChannelError, match="Address 1 in TEAM_HOOK did not take"):
-            channels.send(NotifyChannel("url", "TEAM_HOOK"), message)
+            sender.send(NotifyChannel("url", "TEAM_HOOK"), message)
