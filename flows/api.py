@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         show_protocol,
         show_rubric_set,
     )
+    from flows.criteria import criteria_text, report_criteria
     from flows.diffing.run_diff import diff_runs
     from flows.disk import (
         DiskPlan,
