@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         measure_judge,
         stop_judge_servers,
     )
+    from flows.labelling import LabelForm, read_label_forms, write_label_form
     from flows.nightly.night import (
         CheckedNightly,
         NightlyHistory,

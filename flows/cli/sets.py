@@ -127,9 +127,15 @@ def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool
 
 @rubrics_command.command("report", short_help="Report what the criteria of a run's judge teach.")
 @argument("words", nargs=-1, metavar="[RUN] [workspace=DIR]")
-@click.option("--from", "source", type=click.Choice(["rollouts", "evaluation"]),
-              default="rollouts", help="rollouts of training or samples of evaluations")  # fmt: skip
-@click.option("--steps", default="all", show_default=True, metavar="STEPS", help="last:5, 40-50")
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(["rollouts", "evaluation"]),
+    default="rollouts",
+    help="rollouts of training, or samples of evaluations",
+)
+@click.option("--steps", default="all", show_default=True, metavar="STEPS",
+              help="all, last:5, 40-50")  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", help="at most N groups")
 @click.option("--model", "models", multiple=True, help="evaluations of this model only")
 @click.option("--keep", type=click.FloatRange(0.0, 1.0, max_open=True), default=0.95,

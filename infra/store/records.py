@@ -301,6 +301,15 @@ class RunRecords(RecordFiles):
         """The note and tags that a call was given later; empty if there are none."""
         return self.glance(self.layout.run(run_id).label) or {}
 
+    def write_people(self, run_id: str, value: Mapping[str, Any]) -> None:
+        """Record people's labels of a run's answers; the last call counts."""
+        self.replace(self.layout.run(run_id).people, value, "recording people's labels")
+
+    def people_of(self, run_id: str) -> list[dict[str, Any]]:
+        """Means corrected by people's labels, as entries of evaluations; none without labels."""
+        found = self.read_control(self.layout.run(run_id).people) or {}
+        return list(found.get("corrected") or ())
+
     # ------------------------------------------------------------ the process that works on it
 
     def write_orchestrator(self, run_id: str, value: Mapping[str, Any]) -> None:

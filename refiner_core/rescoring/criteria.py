@@ -221,7 +221,7 @@ def _static_matrix(rows: pd.DataFrame) -> pd.DataFrame | None:
 def _redundant(credits: Floats, named: Sequence[Row]) -> list[Row]:
     """Pairs of criteria with correlated credits, the most correlated first."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        correlations = np.corrcoef(credits, rowvar=False)
+        correlations = np.atleast_2d(np.corrcoef(credits, rowvar=False))
     above = np.argwhere(np.triu(np.nan_to_num(correlations) >= REDUNDANT, 1))
     pairs = sorted(((float(correlations[i, j]), i, j) for i, j in above), reverse=True)
     return [
@@ -232,13 +232,13 @@ def _redundant(credits: Floats, named: Sequence[Row]) -> list[Row]:
 
 def _response_model(named: Sequence[Row], credits: Floats, seed: int) -> None:
     """Set slope and place of the criteria that vary, if there are enough of them and of answers."""
-    varying = np.flatnonzero(np.ptp(credits, axis=0) > 0)
+    varying = np.flatnonzero(np.ptp(credits, axis=0) > 0).tolist()
     if len(credits) < FEWEST_ANSWERS or len(varying) < FEWEST_CRITERIA:
         return
     chosen = np.random.default_rng(seed).permutation(len(credits))[:_MOST]
     slopes, places = item_response(credits[chosen][:, varying])
     for i, slope, place in zip(varying, slopes, places, strict=True):
-        named[i] |= {"slope": float(slope), "place": float(place)}
+        named[i].update(slope=float(slope), place=float(place))
 
 
 def item_response(credits: Floats) -> tuple[Floats, Floats]:
@@ -396,9 +396,9 @@ def sections(document: Mapping[str, Any]) -> Iterator[Section]:
 
 _WORDS = (
     "Credit is the mean share of full marks, with its 95 % interval over prompts; a low one is "
-    "difficult. Discrimination is the correlation with the other criteria of an answer. GRPO learns "
-    "from a criterion in the share of groups in which it varies. Slope and place are those of a "
-    "two-parameter logistic model.",
+    "difficult. Discrimination is the correlation with the other criteria of an answer. GRPO "
+    "learns from a criterion in the share of groups in which it varies. Slope and place are those "
+    "of a two-parameter logistic model.",
 )
 
 
@@ -418,10 +418,11 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _interval(found: Mapping[str, Any] | None) -> str:
-    return number(None) if found is None else with_interval(*map(found.get, _ENDS), 2)
+    return number(None) if found is None else _ends(found)
 
 
-_ENDS = ("value", "low", "high")
+def _ends(found: Mapping[str, Any], value: str = "value") -> str:
+    return with_interval(found[value], found["low"], found["high"], 2)
 
 
 def _percent(share: float | None) -> str:
@@ -453,7 +454,7 @@ def _section_of_set(smaller: Mapping[str, Any]) -> Section:
         return Section(title, (text,))
     words = (
         f"{count} of {of} static criteria ({count / of:.0%} of their questions), with new weights, "
-        f"keep a rank correlation of {with_interval(*map(smaller.get, ('spearman', *_ENDS[1:])))} "
+        f"keep a rank correlation of {_ends(smaller, 'spearman')} "
         f"(Spearman, {smaller['answers']} answers to {smaller['prompts']} prompts that did not "
         f"choose it); within groups, Kendall's tau-b is {_interval(smaller['kendall'])}. Both "
         "compare the part of the reward that these criteria make.",
