@@ -312,7 +312,7 @@ def label_command(words: tuple[str, ...], reads: bool, as_json: bool, **options:
     value = {"version": 1, **to_json(made._asdict())}
     lines = [
         f"{made.questions} questions on {made.answers} answers: {made.form}",
-        f"Keep to yourself which row is what: {made.key}",
+        f"Which row is what (not for the people who label): {made.key}",
     ]
     filled = ("ann.jsonl", "bob.jsonl", f"workspace={where}")
     show(

@@ -46,6 +46,8 @@ Row = dict[str, Any]
 SATURATED = 0.95
 #: A pair of criteria with a larger correlation is redundant.
 REDUNDANT = 0.8
+#: A criterion with a smaller slope separates no answers, and has no place.
+FLAT = 0.3
 #: Fewest answers and criteria of a response model, and fewest prompts of a repeated criterion.
 FEWEST_ANSWERS, FEWEST_CRITERIA, FEWEST_PROMPTS = 100, 3, 5
 #: By how much the half of the prompts that chooses a set overrates it (`tests.prove.criteria`).
@@ -238,7 +240,8 @@ def _response_model(named: Sequence[Row], credits: Floats, seed: int) -> None:
     chosen = np.random.default_rng(seed).permutation(len(credits))[:_MOST]
     slopes, places = item_response(credits[chosen][:, varying])
     for i, slope, place in zip(varying, slopes, places, strict=True):
-        named[i].update(slope=float(slope), place=float(place))
+        named[i]["slope"] = float(slope)
+        named[i]["place"] = float(place) if abs(slope) >= FLAT else None
 
 
 def item_response(credits: Floats) -> tuple[Floats, Floats]:

@@ -85,10 +85,10 @@ def corrected_mean(means: Floats, of_labelled: Floats, judged: Floats, labels: F
         variance = max(spread[0, 0] / n + weight**2 * cost - 2 * weight * gain, 0.0)
     value = float(weight * means.mean() + (labels - weight * judged).mean())
     half = float(stdtrit(max(n - 2, 1), (1 + CONFIDENCE) / 2)) * variance**0.5
-    known = np.isfinite(half)
-    ends = (value - half, value + half) if known else (None, None)
+    known = bool(np.isfinite(half))
+    low, high = (value - half, value + half) if known else (None, None)
     how = f"prediction-powered, weight {weight:.2f}" if known else "none"
-    return Estimate(value, *ends, n, float(labels.sum()), n, how)
+    return Estimate(value, low, high, n, float(labels.sum()), n, how)
 
 
 def alpha(units: Sequence[Sequence[float]], prompts: Sequence[Hashable], seed: int = 0) -> Row:
