@@ -456,9 +456,10 @@ def _corrected(
         of_labelled, judged, labels = np.array(rows, dtype=np.float64).T
         found = corrected_mean(np.array([*means.values()]), of_labelled, judged, labels)
         entry = entries[metric]
+        kept = ("stage", "protocol", "protocol_name", "decoding", "under")
         yield {
-            **{k: v for k, v in entry.items() if k != "samples_file"},
-            **found._asdict(),
+            **{name: entry[name] for name in kept if name in entry},
+            **{name: getattr(found, name) for name in ("value", "low", "high", "n", "interval")},
             **{"metric": f"{metric}/{BY_PEOPLE}", "run": run, "evaluation": policy.stage_id},
             "judged": {name: entry[name] for name in ("value", "low", "high", "n")},
         }

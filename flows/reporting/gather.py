@@ -77,10 +77,21 @@ def gather(workspace: Workspace, sweep: str) -> SweepEvidence:
         evaluations=read.evaluations,
         protocols=read.protocols,
         trainings=read.trainings,
+        people=_people(workspace, standings),
         incidents=_incidents(workspace, standings),
         stored=read,
         provenance=_provenance(workspace, record, read),
         warnings=(*read.warnings, *_mixed(record, trials, read.made_with)),
+    )
+
+
+def _people(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[Row, ...]:
+    """Means corrected by people's labels, of every trial."""
+    return tuple(
+        {"arm": standing.arm, "seed": standing.seed, **entry}
+        for standing in standings
+        if standing.run
+        for entry in workspace.people_of(standing.run)
     )
 
 

@@ -26,7 +26,8 @@ import pandas as pd
 
 from refiner_core.evaluation.statistics import CONFIDENCE, Estimate, estimate
 from refiner_core.judge_report.measures import agreement, plain
-from refiner_core.report.printing import Section, number, with_interval
+from refiner_core.report.people import corrected_section, shown
+from refiner_core.report.printing import Section
 
 Floats = npt.NDArray[np.float64]
 Row = dict[str, Any]
@@ -165,17 +166,17 @@ def _judge(questions: Sequence[LabelledQuestion]) -> Row:
 def sections(document: Mapping[str, Any]) -> Iterator[Section]:
     """The document as tables."""
     pairs = tuple(
-        (f"{p['first']}, {p['second']}", str(p["pairs"]), _shown(p["raw"]), _shown(p["kappa"]),
-         _shown(p["quadratic"]))
+        (f"{p['first']}, {p['second']}", str(p["pairs"]), shown(p["raw"]), shown(p["kappa"]),
+         shown(p["quadratic"]))
         for p in document["pairs"]
     )  # fmt: skip
     if pairs:
-        words = (f"Krippendorff's alpha of all: {_shown(document['alpha'])}.",)
+        words = (f"Krippendorff's alpha of all: {shown(document['alpha'])}.",)
         of_pairs = ("people", "questions", "equal", "kappa", "quadratic kappa")
         yield Section("Agreement between people", words, of_pairs, pairs)
     rows = tuple(
         (kind, str(one["questions"]), *(_of(one[n]) for n in ("sensitivity", "specificity")),
-         _shown(one["agreement"]["raw"]), _shown(one["agreement"]["quadratic"]))
+         shown(one["agreement"]["raw"]), shown(one["agreement"]["quadratic"]))
         for kind, one in document["judge"].items()
     )  # fmt: skip
     header = ("kind", "questions", "sensitivity", "specificity", "equal", "quadratic kappa")
@@ -187,27 +188,5 @@ def sections(document: Mapping[str, Any]) -> Iterator[Section]:
     yield corrected_section(document["corrected"])
 
 
-def corrected_section(rows: Sequence[Mapping[str, Any]], *extra: str) -> Section:
-    """Corrected means beside the judge's; ``extra`` are keys of further first columns."""
-    cells = tuple(
-        (*(str(row[name]) for name in (*extra, "stage", "decoding")),
-         row["metric"].partition("/")[0], _shown(row["judged"]), _shown(row), str(row["n"]))
-        for row in rows
-    )  # fmt: skip
-    words = (
-        "What people would give to all answers, by prediction-powered inference from the labelled "
-        "ones, beside what the judge gave.",
-    )
-    header = (*extra, "model", "decoding", "metric", "by the judge", "corrected by people",
-              "labelled")  # fmt: skip
-    return Section("Means corrected by people", words, header, cells)
-
-
-def _shown(found: Mapping[str, Any] | None) -> str:
-    if found is None or found["value"] is None:
-        return number(None)
-    return with_interval(found["value"], found["low"], found["high"])
-
-
 def _of(found: Mapping[str, Any] | None) -> str:
-    return _shown(found) + ("" if found is None else f" (n = {found['denominator']})")
+    return shown(found) + ("" if found is None else f" (n = {found['denominator']})")

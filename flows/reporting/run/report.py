@@ -240,6 +240,7 @@ def report_of_run(
     rows = stage_rows(reading, status)
     state, state_text = standing_of(status, rows)
     evaluations = evaluations_of_run(reading)
+    people = reading.tried("People's labels", reading.workspace.people_of, reading.run.run) or ()
     published, words = publications(reading), reading.run.command
     provenance = {  # machine and versions; the command is separate
         str(k): _shown(v)
@@ -262,7 +263,7 @@ def report_of_run(
         stages=rows,
         incidents=incident_lines(reading),
         curves=training_curves(reading),
-        numbers=reading.tried("Numbers of evaluations", number_rows, evaluations) or (),
+        numbers=reading.tried("Numbers of evaluations", number_rows, evaluations, people) or (),
         changes=change_rows(reading, evaluations),
         examples=(*evaluation_examples(reading, evaluations), *rollout_examples(reading)),
         disk=disk_of_run(reading),
