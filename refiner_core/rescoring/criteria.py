@@ -251,7 +251,8 @@ def item_response(credits: Floats) -> tuple[Floats, Floats]:
     Marginal maximum likelihood (Bock & Lieberman 1970, "Fitting a response model for n
     dichotomously scored items", Psychometrika 35:179-197) over 21 Gauss-Hermite points, with weak
     normal priors on a and on the intercept, so that criteria that are nearly always met have finite
-    parameters. A credit between 0 and 1 counts as a share of a success.
+    parameters. A credit between 0 and 1 counts as a share of a success. Slopes of criteria that
+    repeat each other come out too high: the model takes them as independent at a given quality.
     """
     from scipy.optimize import minimize
 

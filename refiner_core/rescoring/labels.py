@@ -57,7 +57,8 @@ def corrected_mean(means: Floats, of_labelled: Floats, judged: Floats, labels: F
     weight of least variance (Angelopoulos, Duchi & Zrnic 2023, "PPI++", arXiv:2311.01453).
 
     Unlike a correction by sensitivity and specificity (Rogan & Gladen 1978), it needs no yes or
-    no, and no assumption that the judge errs on one kind of answer as on another.
+    no, and no assumption that the judge errs on one kind of answer as on another. Residuals of few
+    labels are enlarged by their leverage (HC3 of MacKinnon & White 1985).
 
     Parameters
     ----------
@@ -76,14 +77,18 @@ def corrected_mean(means: Floats, of_labelled: Floats, judged: Floats, labels: F
     """
     from scipy.special import stdtrit
 
-    prompts, n = len(means), len(labels)
+    n, share = len(labels), len(labels) / len(means)
     weight, variance = 1.0, float("nan")
-    if n >= FEWEST and prompts > 1:
-        spread = np.cov(np.stack([labels, judged, of_labelled]))
-        gain = spread[0, 1] / n - spread[0, 2] / prompts
-        cost = means.var(ddof=1) / prompts + spread[1, 1] / n - 2 * spread[1, 2] / prompts
+    if n >= FEWEST:
+        spread, of_means = np.cov(np.stack([labels, judged, of_labelled])), means.var(ddof=1)
+        gain = spread[0, 1] - share * spread[0, 2]
+        cost = share * of_means + spread[1, 1] - 2 * share * spread[1, 2]
         weight = float(np.clip(gain / cost, 0.0, 1.0)) if cost > 1e-12 else 1.0
-        variance = max(spread[0, 0] / n + weight**2 * cost - 2 * weight * gain, 0.0)
+        terms = labels - weight * judged + share * weight * of_labelled
+        away = judged - judged.mean()
+        leverage = 1 / n + away**2 / max(float(away @ away), 1e-12)
+        residuals = (terms - terms.mean()) / (1 - np.minimum(leverage, 0.99))
+        variance = residuals @ residuals / n**2 + (1 - share) * weight**2 * of_means / len(means)
     value = float(weight * means.mean() + (labels - weight * judged).mean())
     half = float(stdtrit(max(n - 2, 1), (1 + CONFIDENCE) / 2)) * variance**0.5
     known = bool(np.isfinite(half))
