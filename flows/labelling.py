@@ -297,7 +297,7 @@ def read_label_forms(
     for run in dict.fromkeys(place["run"] for place in key["answers"]):
         own = [entry for entry in corrected if entry["run"] == run]
         rows = [row for row in _unblinded(key, labels) if row["run"] == run]
-        ws.write_people(run, {**document, "corrected": own, "labels": rows})
+        ws.write_people(run, key["form"], {**document, "corrected": own, "labels": rows})
     return document
 
 
@@ -318,9 +318,11 @@ def _labels(
         own = labels.setdefault(file.stem, {})
         for line, row, error in json_lines(file):
             what = error or _fault(row, own)
-            if not what and row["form"] != key.get("form"):
-                what = f"it belongs to form {row['form']}, others to {key['form']}" if key else ""
-                key = key or _key(workspace, row["form"])
+            if not what and not key:
+                key = _key(workspace, row["form"])
+            if not what and row["form"] != key["form"]:
+                faults.append(f"{file}:{line}: it is of form {row['form']}, others of {key['form']}")
+                break
             if not what and str(row["id"]) not in key["rows"]:
                 what = f"the form has no id {row['id']}"
             if what:

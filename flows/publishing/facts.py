@@ -239,9 +239,9 @@ def _evaluations(
 
     named = [run.run for run in runs if run is not None]
     people = [
-        (entry, f"runs/{name}/people.json#corrected.{i}")
+        (entry, f"runs/{name}/people.json#forms.{entry['form']}")
         for name in named
-        for i, entry in enumerate(subject.workspace.people_of(name))
+        for entry in subject.workspace.people_of(name)
     ]
     roles = [r for r in subject.inputs if r.startswith("evaluation-")]
     for role in sorted(roles, key=_rank):

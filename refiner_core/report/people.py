@@ -15,10 +15,10 @@ from refiner_core.report.printing import Section, number, with_interval
 
 def corrected_section(rows: Sequence[Mapping[str, Any]], *extra: str) -> Section:
     """Corrected means beside the judge's; ``extra`` are keys of further first columns."""
-    names = (*extra, "stage", "decoding")
     cells = tuple(
         (
-            *(str(row[name]) for name in names),
+            *(str(row[name]) for name in (*extra, "stage")),
+            ", ".join(filter(None, (row["decoding"], row.get("under")))),
             base_of(row["metric"]),
             shown(row["judged"]),
             shown(row),

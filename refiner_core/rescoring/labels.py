@@ -190,7 +190,8 @@ def sections(document: Mapping[str, Any]) -> Iterator[Section]:
         "minus it where they give less.",
     )
     yield Section("The judge against people", words, header, rows)
-    yield corrected_section(document["corrected"])
+    several = len({row["run"] for row in document["corrected"]}) > 1
+    yield corrected_section(document["corrected"], *["run"] * several)
 
 
 def _of(found: Mapping[str, Any] | None) -> str:
