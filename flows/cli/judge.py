@@ -295,7 +295,7 @@ def label_command(words: tuple[str, ...], reads: bool, as_json: bool, **options:
     agree, the judge's sensitivity and specificity, and corrected means, and records them for
     report, sweep and card. Read all copies of a form together.
     """
-    from flows.labelling import read_label_forms, write_label_form
+    from flows.rescoring.labelling import read_label_forms, write_label_form
     from refiner_core.report.printing import document
     from refiner_core.rescoring.labels import sections
 

@@ -151,7 +151,7 @@ def report_rubrics_command(
     From its stored judgements, without judge calls. Proposes a smaller static set, with the rank
     correlation that it keeps on held-out prompts, as a file for `refiner rescore --rubrics`.
     """
-    from flows.criteria import criteria_text, report_criteria
+    from flows.rescoring.criteria import criteria_text, report_criteria
     from flows.rescoring.reading import RolloutSelection
 
     where, names = split_workspace(words)

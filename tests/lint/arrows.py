@@ -63,7 +63,7 @@ LAYERS: Mapping[str, Sequence[str]] = {
         *("former", "recipes", "protocols", "checking", "stages", "ranks", "worker", "evaluations"),
         *("artifacts", "running", "notifying", "stored", "tracking", "cards", "publishing"),
         *("adopting", "disk", "plans", "durations", "doctor", "rescoring"),
-        *("attacking", "judges", "criteria", "labelling", "sweeping", "runs", "why"),
+        *("attacking", "judges", "sweeping", "runs", "why"),
         *("diffing", "proving", "certify"),
         *(
             "nightly",

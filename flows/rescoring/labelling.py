@@ -321,7 +321,9 @@ def _labels(
             if not what and not key:
                 key = _key(workspace, row["form"])
             if not what and row["form"] != key["form"]:
-                faults.append(f"{file}:{line}: it is of form {row['form']}, others of {key['form']}")
+                faults.append(
+                    f"{file}:{line}: it is of form {row['form']}, others of {key['form']}"
+                )
                 break
             if not what and str(row["id"]) not in key["rows"]:
                 what = f"the form has no id {row['id']}"
