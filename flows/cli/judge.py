@@ -16,6 +16,7 @@ from flows.cli.options import (
     at_most_one,
     command_line,
     json_option,
+    misuse,
     output_folder,
     overrides_argument,
     print_line,
@@ -26,7 +27,7 @@ from flows.cli.options import (
     split_overrides,
     split_workspace,
 )
-from refiner_core.contract.records import picked
+from refiner_core.contract.records import picked, to_json
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
@@ -167,7 +168,6 @@ def servers_command(words: tuple[str, ...], as_json: bool) -> None:
     when it has been idle for `judge.serve.idle_timeout_s`.
     """
     from flows.judges import list_judge_servers
-    from refiner_core.contract.records import to_json
 
     where, rest = split_workspace(words)
     found = list_judge_servers(rest[0] if rest else None, where)
@@ -232,7 +232,7 @@ def _stopped_lines(stopped: StoppedServers) -> Iterator[str]:
 
 @click.group("reward")
 def reward_command() -> None:
-    """Attack a reward before training."""
+    """Attack a reward before training; compare its judge with people's labels."""
 
 
 @reward_command.command("attack")
@@ -273,6 +273,51 @@ def attack_command(
     found = attack_reward(recipe, overrides, **asked)
     show(as_json, lambda: found, lambda: ["", *attack_lines(found)])
     return int(strict and any(attack["pays"] for attack in found["attacks"]))
+
+
+@reward_command.command("label", short_help="Write a blind form for people's labels, or read it.")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP]... [workspace=DIR]")
+@click.option("--samples", type=click.IntRange(min=2), default=50, show_default=True,
+              help="answers of each run, one per prompt")  # fmt: skip
+@click.option("--model", default="", help="whose answers (default: the last trained model)")
+@click.option("--decoding", default="", type=click.Choice(["", "greedy", "sampled"]),
+              help="of the answers (default: sampled, if there is it)")  # fmt: skip
+@click.option("--citations", is_flag=True, help="also ask about citations, to correct the reward")
+@click.option("--seed", type=int, default=0, show_default=True, help="of the draw and the order")
+@click.option("--read", "reads", is_flag=True, help="read filled forms: words are FILE...")
+@json_option
+def label_command(words: tuple[str, ...], reads: bool, as_json: bool, **options: Any) -> None:
+    """Compare the judge of evaluated answers with people.
+
+    Writes a form without model, step or score, one question per line, answers shuffled. Give each
+    person a copy (ann.jsonl, bob.jsonl) in which to set every label: 1 for yes, 0 for no, or a
+    number between. `refiner reward label --read ann.jsonl bob.jsonl` then prints how far people
+    agree, the judge's sensitivity and specificity, and corrected means, and records them for
+    report, sweep and card. Read all copies of a form together.
+    """
+    from flows.rescoring.labelling import read_label_forms, write_label_form
+    from refiner_core.report.printing import document
+    from refiner_core.rescoring.labels import sections
+
+    where, names = split_workspace(words)
+    if reads:
+        if not names:
+            raise misuse("--read needs the filled forms.")
+        found = read_label_forms(names, where)
+        people = ", ".join(f"{person} ({n})" for person, n in found["people"].items())
+        lead = f"Labels of {people}; {found['unlabelled']} questions have none."
+        show(as_json, lambda: found, document("People's labels", lead, sections(found)).splitlines)
+        return
+    made = write_label_form(names, where, **options)
+    value = {"version": 1, **to_json(made._asdict())}
+    lines = [
+        f"{made.questions} questions on {made.answers} answers: {made.form}",
+        f"Which row is what (not for the people who label): {made.key}",
+    ]
+    filled = ("ann.jsonl", "bob.jsonl", f"workspace={where}")
+    show(
+        as_json, lambda: value, lambda: lines, [command_line("reward", "label", "--read", *filled)]
+    )
 
 
 # ---------------------------------------------------------------- rescoring

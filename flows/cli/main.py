@@ -55,9 +55,9 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Judges and measuring": {
         "judge": ("judge", "Ask and measure judges; list and stop their servers."),
-        "reward": ("judge", "Attack a reward before training."),
+        "reward": ("judge", "Attack a reward; compare its judge with people."),
         "rescore": ("judge", "Score stored rollouts under other judges, rubrics, weights."),
-        "rubrics": ("sets", "Show and check rubric sets."),
+        "rubrics": ("sets", "Show and check rubric sets; report what criteria teach."),
         "protocols": ("sets", "Show and check evaluation protocols."),
         "data": ("own_data", "Check and convert rows of your own."),
         "environments": ("sets", "Show, check and play environments of agents."),

@@ -19,10 +19,12 @@ from flows.cli.aliases import former_listing
 from flows.cli.options import (
     Listing,
     argument,
+    at_most_one,
     command_line,
     ignore_closed_pipe,
     json_option,
     misuse,
+    output_folder,
     overrides_argument,
     print_json,
     print_line,
@@ -30,6 +32,7 @@ from flows.cli.options import (
     show,
     show_listing,
     split_overrides,
+    split_workspace,
     wrong_text,
 )
 from refiner_core.contract.records import picked, to_json
@@ -66,7 +69,7 @@ def _group(name: str, text: str, epilog: str) -> click.Group:
 
 rubrics_command = _group(
     "rubrics",
-    "Show and check rubric sets.",
+    "Show and check rubric sets; report what criteria teach.",
     "A set of your own is one YAML file, named in reward.static_rubrics; begin with a copy "
     "of what `refiner rubrics show v3` names.",
 )
@@ -120,6 +123,49 @@ def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool
     again = [command_line("rubrics", "check", file, *["--strict"] * strict)] * wrong
     show(as_json, lambda: _checked_json(checked), lambda: _checked_lines(checked, show_all), again)
     return _WRONG if wrong else 0
+
+
+@rubrics_command.command("report", short_help="Report what the criteria of a run's judge teach.")
+@argument("words", nargs=-1, metavar="[RUN] [workspace=DIR]")
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(["rollouts", "evaluation"]),
+    default="rollouts",
+    help="rollouts of training, or samples of evaluations",
+)
+@click.option("--steps", default="all", show_default=True, metavar="STEPS",
+              help="all, last:5, 40-50")  # fmt: skip
+@click.option("--sample", type=click.IntRange(min=1), metavar="N", help="at most N groups")
+@click.option("--model", "models", multiple=True, help="evaluations of this model only")
+@click.option("--keep", type=click.FloatRange(0.0, 1.0, max_open=True), default=0.95,
+              show_default=True, help="rank correlation that a smaller set must keep")  # fmt: skip
+@click.option("--out", metavar="DIR",
+              help="folder for the files (default: WORKSPACE/rubric-reports/RUN)")  # fmt: skip
+@json_option
+def report_rubrics_command(
+    words: tuple[str, ...], keep: float, out: str | None, as_json: bool, **part: Any
+) -> None:
+    """Report difficulty, discrimination, redundancy and course of RUN's criteria.
+
+    From its stored judgements, without judge calls. Proposes a smaller static set, with the rank
+    correlation that it keeps on held-out prompts, as a file for `refiner rescore --rubrics`.
+    """
+    from flows.rescoring.criteria import criteria_text, report_criteria
+    from flows.rescoring.reading import RolloutSelection
+
+    where, names = split_workspace(words)
+    made = report_criteria(
+        at_most_one(names, "run", " for the newest"),
+        where,
+        part=RolloutSelection(**part),
+        keep=keep,
+        out=output_folder(out) if out else None,
+    )
+    value = {**made.document, "folder": str(made.folder)}
+    show(as_json, lambda: value, criteria_text(made.document).splitlines)
+    if not as_json:
+        print_line(f"\nWritten: {made.folder}/")
 
 
 def set_json(rubrics: RubricSet) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def collect(subject: Subject) -> PublicationFacts:
     made_by = role if role != "weights" else f"weights-step{made.step}"
     runs = runs_of(subject, made.trained)
     decided = subject.decided or decide(subject, made, runs)
-    evaluations, protocols, records = _evaluations(subject)
+    evaluations, protocols, records = _evaluations(subject, runs)
     records |= _record_paths(subject, made, runs)
     proof, fingerprint = read_proof(workspace, made.trained), made.model.spec.fingerprint
     report, ends_run = made.reports.get(model, {}), made.whole or bool(compared)
@@ -223,13 +223,26 @@ def collect(subject: Subject) -> PublicationFacts:
 
 
 def _evaluations(
-    subject: Subject,
+    subject: Subject, runs: Sequence[RunRecord | None]
 ) -> tuple[list[Mapping[str, Any]], dict[str, Any], dict[str, str]]:
-    """Every metric of the input evaluations, their protocols, and the source of each. All
-    include the random copier's floor; it is listed once."""
+    """Every metric of the input evaluations, also as corrected by people's labels that are recorded
+    for one of the ``runs``, their protocols, and the source of each. All include the random
+    copier's floor; it is listed once."""
     entries: dict[tuple[str, ...], Mapping[str, Any]] = {}
     protocols: dict[str, Any] = {}
     places: dict[tuple[str, ...], str] = {}
+
+    def add(entry: Mapping[str, Any], path: str) -> None:
+        key = tuple(str(entry[k]) for k in ("stage", "protocol", "decoding", "metric"))
+        entries.setdefault(key, entry)
+        places.setdefault(key, path)
+
+    named = [run.run for run in runs if run is not None]
+    people = [
+        (entry, f"runs/{name}/people.json#forms.{entry['form']}")
+        for name in named
+        for entry in subject.workspace.people_of(name)
+    ]
     roles = [r for r in subject.inputs if r.startswith("evaluation-")]
     for role in sorted(roles, key=_rank):
         stage_id = subject.inputs[role]
@@ -237,10 +250,10 @@ def _evaluations(
         protocols |= report["protocols"]
         for part in ("evaluations", "reference"):
             for position, entry in enumerate(report[part]):
-                key = tuple(str(entry[k]) for k in ("stage", "protocol", "decoding", "metric"))
-                entries.setdefault(key, entry)
-                path = subject.path(stage_id, f"result.json#report.{part}.{position}")
-                places.setdefault(key, path)
+                add(entry, subject.path(stage_id, f"result.json#report.{part}.{position}"))
+        for entry, path in people:
+            if entry["evaluation"] == stage_id:
+                add(entry, path)
     records = {f"evaluations.{i}": places[key] for i, key in enumerate(entries)}
     used = {str(e["protocol"]) for e in entries.values()}
     return list(entries.values()), {k: v for k, v in protocols.items() if k in used}, records

@@ -96,6 +96,7 @@ def evidence_of(
         evaluations=read.evaluations,
         protocols=read.protocols,
         trainings=read.trainings,
+        people=_people(workspace, standings),
         incidents=_incidents(workspace, standings),
         stored=read,
         provenance={
@@ -104,6 +105,16 @@ def evidence_of(
             "judges": _judges(read.protocols),
         },
         warnings=(*read.warnings, *_mixed(record, trials, read.made_with)),
+    )
+
+
+def _people(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[Row, ...]:
+    """Means corrected by people's labels, of every trial."""
+    return tuple(
+        {"arm": standing.arm, "seed": standing.seed, **entry}
+        for standing in standings
+        if standing.run
+        for entry in workspace.people_of(standing.run)
     )
 
 

@@ -52,7 +52,7 @@ _OF_ATTEMPT = (
     *("intent.json", "job.json", "started.json", "heartbeat.json", "outcome.json", "ranks.json"),
     *("log.txt", "printed.log", "stacks.txt", "metrics.jsonl"),
 )
-_OF_RUN = ("run.json", "orchestrator.json", "events.jsonl", "label.json")
+_OF_RUN = ("run.json", "orchestrator.json", "events.jsonl", "label.json", "people.json")
 #: Parts of an attempt that are data.
 _DATA = ("metrics.jsonl", "output", "rollouts")
 _ID = re.compile(r"[A-Za-z0-9][\w.@+-]{0,199}")

@@ -24,6 +24,7 @@
       runs/<run id>/run.json events.jsonl dirty.diff
                     orchestrator.json         the process that works on it, by itself
                     orchestrator.log          its output when it works in the background
+                    people.json               people's labels (`refiner reward label`)
                     turns/0001.json           processes that took the run over, in order; exclusive
                     cancel/                   requests to end it, or stages of it
       disk/reservations/ pins/                space for saves in progress; protected stages
@@ -33,6 +34,8 @@
       batches/<comment>/                      submitit's files of an array of jobs
       rescores/<id>/                          results of `refiner rescore`
       judge-reports/<id>/                     results of `refiner judge report`
+      rubric-reports/<run id>/                results of `refiner rubrics report`
+      forms/<id>/form.jsonl key.json          a form for people's labels, and what its rows are
       sweeps/<name>/                          a sweep: its versions, the runs of its trials
       reports/<name>/                         results of `refiner report`
       proofs/<stage id>/proof.json            result of `refiner prove-resume` for a stage
@@ -190,6 +193,8 @@ class RunPaths:
     cancel = _FixedPath("folder", "cancel")
     #: Note and tags that were given later.
     label = _FixedPath("folder", "label.json")
+    #: People's labels of its answers, and the means that they correct.
+    people = _FixedPath("folder", "people.json")
     #: Uncommitted changes of the code, if it came from a checkout.
     diff = _FixedPath("folder", "dirty.diff")
 
@@ -224,6 +229,10 @@ class Layout:
     rescores = _FixedPath("data", "rescores")
     #: One folder per judge and material that `refiner judge report` has measured.
     judge_reports = _FixedPath("data", "judge-reports")
+    #: One folder per run whose criteria `refiner rubrics report` has measured.
+    rubric_reports = _FixedPath("data", "rubric-reports")
+    #: One folder per form for people's labels, with its key.
+    forms = _FixedPath("data", "forms")
     #: The store of judgements.
     judgements = _FixedPath("data", "judgements")
     #: One folder per sweep, by its name.

@@ -301,6 +301,24 @@ class RunRecords(RecordFiles):
         """The note and tags that a call was given later; empty if there are none."""
         return self.glance(self.layout.run(run_id).label) or {}
 
+    def write_people(self, run_id: str, form: str, value: Mapping[str, Any]) -> None:
+        """Record people's labels of a run's answers, replacing earlier ones in the same form."""
+        path = self.layout.run(run_id).people
+        known = (self.read_control(path) or {}).get("forms") or {}
+        content = {"version": 1, "forms": {**known, form: value}}
+        self.replace(path, content, "recording people's labels")
+
+    def people_of(self, run_id: str) -> list[dict[str, Any]]:
+        """Means corrected by people's labels, as entries of evaluations, each with its ``form``; of
+        several forms about one number the last one read counts."""
+        forms = (self.read_control(self.layout.run(run_id).people) or {}).get("forms") or {}
+        found: dict[tuple[str, ...], dict[str, Any]] = {}
+        for form, value in sorted(forms.items(), key=lambda item: str(item[1]["at"])):
+            for entry in value["corrected"]:
+                key = tuple(str(entry[name]) for name in ("evaluation", "decoding", "metric"))
+                found[key] = {**entry, "form": form}
+        return list(found.values())
+
     # ------------------------------------------------------------ the process that works on it
 
     def write_orchestrator(self, run_id: str, value: Mapping[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Parts of the name of a metric: ``METRIC``, ``METRIC/DOMAIN``, ``failure/CLASS``.
+"""Parts of the name of a metric: ``METRIC``, ``METRIC/DOMAIN``, ``METRIC/people``,
+``failure/CLASS``.
 
 In: names of metrics. Out: their parts. Imports nothing; :mod:`.metrics` has the list of metrics.
 """
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 from math import comb
 
 FAILURE = "failure/"
+#: In place of a domain: a mean corrected by people's labels, ``rubric_score/people``.
+BY_PEOPLE = "people"
 #: Classes of failed attempts, in words for tables and pages.
 FAILURE_WORDS = {
     "no_call": "a turn that is no tool call, or none that can be read",

@@ -26,7 +26,7 @@ from refiner_core.contract.files import replacing
 from refiner_core.contract.types import PromptRow, RewardResult
 from refiner_core.data.truth import score_truth
 from refiner_core.environments.protocol import FAILURES
-from refiner_core.evaluation.metric_names import FAILURE, FIRST, base_of, pass_names
+from refiner_core.evaluation.metric_names import BY_PEOPLE, FAILURE, FIRST, base_of, pass_names
 from refiner_core.evaluation.statistics import Kind
 
 #: Metrics that are components of a reward, where one has another name.
@@ -251,7 +251,7 @@ def main_metrics(metrics: Iterable[str]) -> list[str]:
     found = set(metrics)
     ks = [int(m[5:]) for m in found if re.fullmatch(r"pass@\d+", m)]
     if not ks:
-        return [m for m in _MAIN if m in found]
+        return [m for main in _MAIN for m in (main, f"{main}/{BY_PEOPLE}") if m in found]
     once = ("pass@1_first", "pass@k", "pass^k")  # with one attempt, pass@1 equals all of them
     named = [m for m in _MAIN_OF_TASKS if max(ks) > 1 or m not in once]
     most = [f"{m[:5]}{max(ks)}" if m in once[1:] else m for m in named]

@@ -257,6 +257,7 @@ def _report(reading: RunReading, evaluations: Sequence[ModelEvaluation]) -> RunR
     state, state_text = standing_of(status, rows)
     config = reading.run.config
     note, tags = label_of(reading.workspace, reading.run.run, config.get("tracking") or {})
+    people = reading.tried("People's labels", reading.workspace.people_of, reading.run.run) or ()
     published, words = publications(reading), reading.run.command
     provenance = {  # machine and versions; the command is separate
         str(k): _shown(v)
@@ -281,7 +282,7 @@ def _report(reading: RunReading, evaluations: Sequence[ModelEvaluation]) -> RunR
         stages=rows,
         incidents=incident_lines(reading),
         curves=training_curves(reading),
-        numbers=reading.tried("Numbers of evaluations", number_rows, evaluations) or (),
+        numbers=reading.tried("Numbers of evaluations", number_rows, evaluations, people) or (),
         changes=change_rows(reading, evaluations),
         examples=(*evaluation_examples(reading, evaluations), *rollout_examples(reading)),
         disk=disk_of_run(reading),

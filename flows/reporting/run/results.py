@@ -83,9 +83,18 @@ def _evaluated(reading: RunReading, name: str) -> ModelEvaluation | None:
 # ---------------------------------------------------------------- numbers
 
 
-def number_rows(evaluations: Sequence[ModelEvaluation]) -> tuple[Row, ...]:
-    """Every metric, models in the order of training, then the reference values, once."""
+def number_rows(
+    evaluations: Sequence[ModelEvaluation], people: Sequence[Mapping[str, Any]] = ()
+) -> tuple[Row, ...]:
+    """Every metric, models in the order of training, then the reference values, once; ``people``
+    are means corrected by people's labels."""
     rows = [_number(e, entry) for e in evaluations for entry in e.report["evaluations"]]
+    rows += [
+        _number(e, entry)
+        for e in evaluations
+        for entry in people
+        if entry["evaluation"] == e.stage_id
+    ]
     beside: dict[tuple[str, ...], Row] = {}
     for evaluated in evaluations:
         for entry in evaluated.report.get("reference") or ():

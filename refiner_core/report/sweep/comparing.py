@@ -176,6 +176,7 @@ def make_report(evidence: SweepEvidence) -> SweepReport:
         flips=flips,
         side_by_side=make_side_by_side(evidence, chosen, flips) if chosen else (),
         attempts=tuple(make_attempts(groups)),
+        people=evidence.people,
         incidents=evidence.incidents,
         protocols=_protocols(evidence, groups),
         provenance=evidence.provenance,

@@ -132,6 +132,8 @@ class SweepEvidence:
         By stage id; for an evaluation its measurements, by decoding.
     protocols
         Fingerprint -> its description, as in ``results.json``.
+    people
+        Means corrected by people's labels, with ``arm`` and ``seed``.
     stored
         Reader of large data: ``answers(measured, prompts)`` (rows of first
         samples, for agents of the first few attempts), ``rubrics(measured, names)``
@@ -147,6 +149,7 @@ class SweepEvidence:
     evaluations: Mapping[str, Sequence[MeasuredDecoding]]
     protocols: Mapping[str, Mapping[str, Any]]
     trainings: Mapping[str, Training] = field(default_factory=dict)
+    people: tuple[Row, ...] = ()
     incidents: tuple[Row, ...] = ()
     stored: Any = None
     provenance: Mapping[str, Any] = field(default_factory=dict)

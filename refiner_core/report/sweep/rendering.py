@@ -24,7 +24,8 @@ from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report import drawing, printing
 from refiner_core.report.charts import Series, chart, summary
 from refiner_core.report.pages import leaf, parts_of, template_of
-from refiner_core.report.printing import finite, plain
+from refiner_core.report.people import corrected_section
+from refiner_core.report.printing import Section, finite, plain
 from refiner_core.report.sweep import phrases
 from refiner_core.report.sweep.phrases import arm_row, column_of, comparison_notes
 from refiner_core.report.sweep.sweep_report import Comparison, Row, RunsReport, SweepReport, leading
@@ -49,6 +50,7 @@ def markdown(report: SweepReport) -> str:
         report=report,
         w=phrases,
         compared=[(comparison, _arms(comparison, report)) for comparison in compared],
+        people=_people(report),
     )
     return text.rstrip() + "\n"
 
@@ -107,6 +109,10 @@ def _number_row(comparison: Comparison, report: SweepReport) -> tuple[str, ...]:
             parts = [row["difference"], row["difference_bounds"], row["sign"]]
         cells.append(" ".join(filter(None, parts)))
     return tuple(cells)
+
+
+def _people(report: SweepReport) -> Section:
+    return corrected_section(report.people[:MOST_ROWS], "arm", "seed")
 
 
 def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
@@ -264,6 +270,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
             (c, column, [arm_row(n, column, report) for n in c.numbers], comparison_notes(c))
             for c, column in zip(compared, columns, strict=True)
         ],
+        people=_people(report),
         not_shown=len(report.comparisons) - len(compared),
         most_lines=MOST_LINES,
         plots=plots(report, index, frozenset(index[a] for a in few)),

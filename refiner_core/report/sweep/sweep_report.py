@@ -112,6 +112,8 @@ class SweepReport:
     - ``attempts``: outcomes of an arm's attempts at the tasks of a domain, over all its seeds:
       ``asked`` = ``passed`` + all of ``failures`` (by class) + all of ``errors`` (of the
       infrastructure, by kind; they do not count as attempts).
+    - ``people``: means corrected by people's labels, by ``arm`` and ``seed``: a ``metric`` of a
+      ``stage`` (model) with its interval, ``n`` labelled answers, and ``judged``, the judge's mean.
     - ``incidents``: problems in a trial, and whether each is ``resolved``.
     """
 
@@ -135,6 +137,7 @@ class SweepReport:
     flips: tuple[Row, ...] = ()
     side_by_side: tuple[Row, ...] = ()
     attempts: tuple[Row, ...] = ()
+    people: tuple[Row, ...] = ()
     incidents: tuple[Row, ...] = ()
     protocols: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
