@@ -31,6 +31,7 @@ from refiner_core.contract.sections.environment import ShapingConfig as ShapingC
 from refiner_core.contract.sections.environment import UserConfig as UserConfig
 from refiner_core.contract.sections.judging import LEXICAL_MODELS as LEXICAL_MODELS
 from refiner_core.contract.sections.judging import JudgeConfig as JudgeConfig
+from refiner_core.contract.sections.judging import PenaltiesConfig as PenaltiesConfig
 from refiner_core.contract.sections.judging import RewardConfig as RewardConfig
 from refiner_core.contract.sections.judging import ServeConfig as ServeConfig
 from refiner_core.contract.sections.publish import PublishConfig as PublishConfig

@@ -385,6 +385,9 @@ class StageIO(Protocol):
 
 # ---------------------------------------------------------------- prepared rows
 
+#: Mode of rows whose answers are the answer block and nothing else.
+ANSWER_ONLY = "answer_only"
+
 
 @dataclass(frozen=True)
 class PromptRow:
@@ -400,7 +403,7 @@ class PromptRow:
     prompt_text: str
     prompt_ids: tuple[int, ...]
     rubrics: str
-    refiner_mode: str = "answer_only"
+    refiner_mode: str = ANSWER_ONLY
     truth: Mapping[str, Any] | None = None
 
 

@@ -290,7 +290,7 @@ def highest_reward(prompt: PromptRow, reward: RewardConfig) -> float:
         "citation": float(bool(parse_evidence(prompt.prompt_text))),
         "format_bonus": 1.0,
     }
-    best = {term.name: 1.0 for term in reward_terms(components, reward)}
+    best = {t.name: float(t.weight >= 0) for t in reward_terms(components, reward)}
     return total_reward({**best, **components}, reward, stopped=True)
 
 

@@ -50,6 +50,7 @@ from refiner_core.rewards.combine import (
     score_citations,
     total_reward,
 )
+from refiner_core.rewards.penalties import penalty_measures
 from refiner_core.rubrics import Rubric, select_rubrics
 
 _REASONS_SHOWN = 3
@@ -153,8 +154,8 @@ def compute_rewards(
     rubrics), ``citation`` and its ``citation_precision``, ``citation_recall``, ``citation_f1``,
     ``citation_format``, ``citation_applicable`` (the prompt has evidence), ``claims`` (cited spans
     and plain text), ``uncited`` (those without an id), ``format_bonus``, ``format_valid``,
-    ``no_rubrics`` (the judge term does not exist), ``total``. An unscored result has those that
-    need no judge.
+    ``no_rubrics`` (the judge term does not exist), ``penalty_…`` (measures with a price),
+    ``total``. An unscored result has those that need no judge.
 
     Raises
     ------
@@ -306,6 +307,11 @@ def _result(plan: _Plan, judgements: Sequence[Judgement], reward: RewardConfig) 
     asked = list(zip(plan.citation_questions, on_citations, strict=True))
     components |= {"rubric": judged or 0.0, "total": 0.0}
     components |= score_citations(plan.answer, plan.evidence, asked)
+    components |= penalty_measures(
+        *(reward.penalties, plan.answer, plan.item.text, plan.evidence),
+        plan.item.prompt.refiner_mode,
+        [j.score or 0.0 for q, j in asked if q.request.kind == "citation_recall"],
+    )
     total = components["total"] = total_reward(components, reward, plan.item.stopped)
     return RewardResult("malformed" if malformed else "scored", total, components, details)
 
