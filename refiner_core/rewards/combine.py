@@ -270,8 +270,9 @@ def total_reward(
     :func:`reward_terms`; ``non_stop_penalty`` replaces it if the completion did not stop.
 
     For a stored rollout under its original configuration, this is its own total to the last bit,
-    without any judgement. Every field of the total may change, except ``rubric_aggregation``: the
-    rubric term is used as stored; for another aggregation judge again from the store.
+    without any judgement. Every field of the total may change, except ``rubric_aggregation`` and
+    prices that were 0 (``penalties``): the rubric term and the measures are used as stored; for
+    others judge again from the store.
 
     Parameters
     ----------

@@ -8,10 +8,11 @@ price           measure
 =============== ================================================================================
 copied          ``quality/copied_share``: words of the claims in a run that the evidence has
 copied_sources  share of the evidence's words in a run that the claims have
-uncited         1 - ``quality/cited_share``: claims without a sound citation (of a known source)
+uncited         claims without a sound citation (of a known source): the larger of their shares of
+                all claims (1 - ``quality/cited_share``) and of all words
 outside         ``quality/outside_share``, under ``answer_only``
 long_spans      share of the claims' words beyond the first ``long_span_words`` of their tag
-partial_support share of the claims whose sources support them neither fully nor not at all
+unsupported     share of the cited claims that their sources do not support in full
 repeated        ``quality/repeated_share``
 length          share of the words beyond ``length_words``, text outside of the block included
 abstention      1 for an answer that cites nothing
@@ -30,7 +31,7 @@ from refiner_core.contract.types import ANSWER_ONLY
 from refiner_core.rewards.course import compared_sources, copied_words, in_one, measures_of, share
 
 PRICES = (
-    *("copied", "copied_sources", "uncited", "outside", "long_spans", "partial_support"),
+    *("copied", "copied_sources", "uncited", "outside", "long_spans", "unsupported"),
     *("repeated", "length", "abstention"),
 )
 _COMPONENT = "penalty_"
@@ -66,13 +67,14 @@ def penalty_measures(
     looks = measures_of(answer, text, in_one(sources))
     lengths = [len(claim.text.split()) for claim in answer.claims]
     tagged = [len(claim.text.split()) for claim in answer.tagged_claims]
+    sound = sum(len(claim.text.split()) for claim in answer.claims if claim.well_formed)
     said = len(strip_tags(text).split())
     measures = {
         "copied": looks["copied_share"],
-        "uncited": 1.0 - looks["cited_share"],
+        "uncited": 1.0 - min(looks["cited_share"], share(sound, sum(lengths))),
         "outside": looks["outside_share"] if refiner_mode == ANSWER_ONLY else 0.0,
         "long_spans": share(_beyond(tagged, penalties.long_span_words), sum(lengths)),
-        "partial_support": share(sum(0.0 < score < 1.0 for score in support), len(support)),
+        "unsupported": share(sum(score < 1.0 for score in support), len(support)),
         "repeated": looks["repeated_share"],
         "length": share(_beyond([said], penalties.length_words), said),
         "abstention": float(not answer.cited_ids),

@@ -32,8 +32,8 @@ class PenaltiesConfig:
         0.0, ge=0, le=1, doc="price: share of words beyond `long_span_words` of their tag"
     )
     long_span_words: int = added(40, ge=1, doc="free words in a tag")
-    partial_support: float = added(
-        0.0, ge=0, le=1, doc="price: share of claims that are supported in part only"
+    unsupported: float = added(
+        0.0, ge=0, le=1, doc="price: share of cited claims without full support"
     )
     repeated: float = added(0.0, ge=0, le=1, doc="price: share of claims that repeat another")
     length: float = added(0.0, ge=0, le=1, doc="price: share of words beyond `length_words`")
