@@ -19,8 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flows.checking.attacks import attacks_file
 from flows.stages.judging import judge_by_hand, stored
 from infra.host.secrets import mask_keys_of
+from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.answers import compared, parse_answer
 from refiner_core.contract.checks.recipe import check_config
@@ -85,6 +87,9 @@ def attack_reward(
 ) -> dict[str, Any]:
     """Attack a recipe's reward: which dishonest answers does it pay more than honest ones?
 
+    An existing workspace keeps the result; plans and reports of this reward then name the attacks
+    that pay.
+
     Parameters
     ----------
     recipe, overrides
@@ -136,11 +141,16 @@ def attack_reward(
     for name, attack in attacks.items():
         answers[name] = [attack(t.row, t.honest, t.gold) for t in targets]
     totals = _rewards(config, targets, answers, tell, progress)
-    return {
+    found = {
         "version": 1,
         **{name: _mean(totals[name]) for name in ("honest", "gold", "random")},
         "attacks": [_compared(name, totals[name], totals["honest"]) for name in attacks],
     }
+    if Workspace.read_only(config.workspace).layout.format_file.exists():
+        file = attacks_file(config)
+        file.parent.mkdir(exist_ok=True)
+        atomic.write_json(file, found)
+    return found
 
 
 def attack_lines(document: Mapping[str, Any]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from flows.checking.attacks import attack_notes
 from flows.checking.judges import judge_notes
 from flows.checking.models import layer_notes, model_files, position_notes
 from infra.disk.forecast import ModelSize, model_size
@@ -59,7 +60,7 @@ def planning_notes(plan: Plan) -> list[str]:
     config = plan.config
     notes = [
         *(*training_notes(config), *layer_notes(config)),
-        *(*judge_notes(config), *position_notes(config)),
+        *(*judge_notes(config), *position_notes(config), *attack_notes(config)),
     ]
     if config.environment.name:
         from refiner_core.environments.registry import environment_notes

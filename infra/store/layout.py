@@ -33,6 +33,7 @@
       batches/<comment>/                      submitit's files of an array of jobs
       rescores/<id>/                          results of `refiner rescore`
       judge-reports/<id>/                     results of `refiner judge report`
+      attacks/<reward>.json                   newest result of `refiner reward attack` for a reward
       sweeps/<name>/                          a sweep: its versions, the runs of its trials
       reports/<name>/                         results of `refiner report`
       proofs/<stage id>/proof.json            result of `refiner prove-resume` for a stage
@@ -224,6 +225,8 @@ class Layout:
     rescores = _FixedPath("data", "rescores")
     #: One folder per judge and material that `refiner judge report` has measured.
     judge_reports = _FixedPath("data", "judge-reports")
+    #: One file per reward that `refiner reward attack` has attacked.
+    attacks = _FixedPath("data", "attacks")
     #: The store of judgements.
     judgements = _FixedPath("data", "judgements")
     #: One folder per sweep, by its name.

@@ -212,6 +212,21 @@ def test_the_tiny_recipe_in_seconds(capsys: pytest.CaptureFixture[str], tmp_path
     assert capsys.readouterr().out == shown.out, "the same rows give the same numbers"
 
 
+def test_open_holes_are_named_by_the_plan_until_they_are_closed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = f"workspace={Workspace.open(tmp_path / 'runs').root}"
+    price = "reward.penalties.uncited=.5"
+    for words in ([where], [where, price]):
+        assert main(["reward", "attack", "tiny", "-n", "8", *words]) == 0
+    shown = {}
+    for words in ([where], [where, price], [where, "reward.paper_citation_weight=.5"]):
+        capsys.readouterr()
+        assert main(["plan", "tiny", *words]) == 0
+        shown[words[-1]] = "keyword_stuffing" in capsys.readouterr().out
+    assert list(shown.values()) == [True, False, False]
+
+
 def test_calls_that_cost_are_counted_and_confirmed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

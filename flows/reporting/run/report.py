@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.checking.attacks import attack_notes
 from flows.reporting.run.results import (
     change_rows,
     evaluation_examples,
@@ -241,6 +242,7 @@ def report_of_run(
     state, state_text = standing_of(status, rows)
     evaluations = evaluations_of_run(reading)
     published, words = publications(reading), reading.run.command
+    holes = reading.tried("Attacks on the reward", attack_notes, reading.config) or []
     provenance = {  # machine and versions; the command is separate
         str(k): _shown(v)
         for k, v in reading.run.provenance.items()
@@ -272,7 +274,7 @@ def report_of_run(
         settings=changed_settings(reading.run.config),
         provenance={"code": reading.run.code, **provenance},
         next_commands=next_commands(reading, state, rows, published),
-        warnings=tuple(dict.fromkeys(map(masked, reading.warnings))),
+        warnings=tuple(dict.fromkeys(map(masked, [*holes, *reading.warnings]))),
     )
 
 
