@@ -17,7 +17,8 @@ from refiner_core.report.printing import with_interval
 
 #: The judge and the rows, whatever the recipe says.
 HERE = ("judge.kind=lexical", "judge.model=lexical-1", "data.rl_path=builtin:synthetic",
-        "data.sft_path=builtin:synthetic", "data.held_out_fraction=0.2", "data.synthetic_rl_rows=1000",
+        "data.sft_path=builtin:synthetic", "data.held_out_fraction=0.2",
+        "data.synthetic_rl_rows=1000",
         "workspace=/nonexistent/refiner")  # fmt: skip
 #: A price for each measure.
 PRICES = tuple(
