@@ -14,7 +14,7 @@ from flows import api
 from flows.cli.main import main
 from infra.store.workspace import Workspace
 from refiner_core.answers import parse_answer
-from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.types import JudgeRequest
 from refiner_core.rewards import compute_rewards
@@ -246,8 +246,19 @@ def test_calls_that_cost_are_counted_and_confirmed(
         assert ", 0 calls" in capsys.readouterr().err
 
 
-def test_agents_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="trains an agent"):
-        api.attack_reward("tiny-tools")
+def test_attacks_on_episodes_show_what_partial_credit_pays(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = api.attack_reward("tiny-tools", count=8)
+    attacks = {attack["name"]: attack for attack in found["attacks"]}
+    assert found["gold"]["mean"] > found["honest"]["mean"] > found["random"]["mean"]
+    assert attacks["first_half"]["difference"] < 0
+    assert attacks["every_call_twice"]["n"] == 8
+    assert attacks["say_everything"]["difference"] > 0
+    assert main(["reward", "attack", "tiny-tools", "-n", "4", "--attack", "x.py:f"]) != 0
+    assert "leave both out" in capsys.readouterr().err
+
+
+def test_recipes_without_rows_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"data\.rl_path is empty"):
         api.attack_reward("tiny", ["data.rl_path=null", "stages=[data,sft]"])
