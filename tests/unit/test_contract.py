@@ -82,6 +82,10 @@ def config_with(path: str) -> RecipeConfig:
         policies = {p: "skip" for p in FIELDS if p.startswith(path.rpartition(".")[0] + ".")}
         skipping = {p: v for p, v in policies.items() if "skip" in str(FIELDS[p].type)}
         return replace_fields(config, skipping)
+    if path.startswith("monitor."):  # only a monitor that may stop the run
+        gold = parse_protocol('{"name":"g","judge":{"model":"lexical-loose-1"}}').text
+        given = {"every": 5, "gold": (gold,), "action": "stop", "rows": 9}
+        return replace_fields(config, {f"monitor.{name}": v for name, v in given.items()})
     if not path.startswith("command."):
         return config
     command = dataclasses.replace(config.command, run="python train.py --out {output}")
