@@ -14,7 +14,7 @@ from typing import Any
 
 from flows.checking.models import ModelFiles, model_files
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.protocols import configs_under
+from refiner_core.contract.protocols import all_under
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.types import WITHOUT_REASONING
 
@@ -34,7 +34,7 @@ def judge_notes(config: RecipeConfig) -> list[str]:
     """A note for each judge of a recipe and its protocols that reasons first and may not."""
     asked = {
         (under.judge.model, under.judge.extra_body): under.judge
-        for under in (config, *configs_under(config).values())
+        for under in (config, *all_under(config).values())
         if asks_judge(under)
     }
     return [

@@ -34,6 +34,7 @@ from refiner_core.contract.sections.judging import JudgeConfig as JudgeConfig
 from refiner_core.contract.sections.judging import PenaltiesConfig as PenaltiesConfig
 from refiner_core.contract.sections.judging import RewardConfig as RewardConfig
 from refiner_core.contract.sections.judging import ServeConfig as ServeConfig
+from refiner_core.contract.sections.monitor import MonitorConfig as MonitorConfig
 from refiner_core.contract.sections.publish import PublishConfig as PublishConfig
 from refiner_core.contract.sections.steering import DiskConfig as DiskConfig
 from refiner_core.contract.sections.steering import DispatchConfig as DispatchConfig
@@ -137,6 +138,7 @@ class RecipeConfig:
     command: CommandConfig = section(CommandConfig, doc="another trainer")
     reward: RewardConfig = section(RewardConfig, doc="the reward")
     judge: JudgeConfig = section(JudgeConfig, doc="the judge")
+    monitor: MonitorConfig = section(MonitorConfig, doc="gold reward during GRPO")
     environment: EnvironmentConfig = section(
         EnvironmentConfig, doc="environment of an agent with tools"
     )

@@ -110,7 +110,8 @@ def _log_e_value(values: Floats, bound: float) -> Floats:
     """Logarithm of the e-value against a mean of at most 0, of values [..., rows] in [-bound,
     bound]. A value of 0 bets nothing."""
     terms = [np.log1p(bet / bound * values).sum(axis=-1) for bet in _BETS]
-    return np.asarray(np.logaddexp.reduce(terms, axis=0) - math.log(len(_BETS)))
+    total: Floats = np.logaddexp.reduce(terms, axis=0) - math.log(len(_BETS))
+    return total
 
 
 def _log_weights(point: int, looks: int) -> Floats:
@@ -119,4 +120,5 @@ def _log_weights(point: int, looks: int) -> Floats:
         return np.zeros(1)
     weights = np.full(point, 1.0 / (looks * (looks - 1)))
     weights[0] = 0.5 / looks
-    return np.log(weights)
+    log_weights: Floats = np.log(weights)
+    return log_weights
