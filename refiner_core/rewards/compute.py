@@ -194,7 +194,7 @@ class RewardStream:
     ) -> None:
         self._reward, self._judge, self._patient = reward, judge, patient
         pays = reward.apply_paper_citation_reward and reward.paper_citation_weight > 0
-        self._cites = pays or not totals_only
+        self._cites = pays or reward.penalties.unsupported > 0 or not totals_only
         self._streaming = judge if isinstance(judge, StreamingJudge) else None
         self._evidence_of = functools.cache(parse_evidence)
         self._rubrics_of = functools.cache(functools.partial(select_rubrics, reward=reward))
