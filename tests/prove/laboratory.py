@@ -159,7 +159,7 @@ def run_arms(arms: Sequence[Arm], args: argparse.Namespace) -> list[Series]:
     model = next(s["output"] for s in sft["stages"] if s["stage"] == "sft")
     gold = args.workspace / "laboratory-gold.yaml"
     gold.write_text(GOLD)
-    with JudgeServer(PlantedJudges(_rows(args.overrides))) as server:
+    with JudgeServer(PlantedJudges(tiny_rows(args.overrides))) as server:
         shared = [
             *("stages=[data,grpo]", f"model.name_or_path={model}/model"),
             *(f"grpo.num_training_steps={args.steps}", f"monitor.every={args.every}"),
@@ -179,7 +179,8 @@ def run_arms(arms: Sequence[Arm], args: argparse.Namespace) -> list[Series]:
             return list(pool.map(trained, arms))
 
 
-def _rows(overrides: Sequence[str]) -> Iterator[DataRow]:
+def tiny_rows(overrides: Sequence[str] = ()) -> Iterator[DataRow]:
+    """The rows that `tiny` trains on."""
     source = resolve_source(load_recipe("tiny", overrides).data, "rl")
     for raw in read_all_rows(source):
         row = parse_row(raw, "rl")
