@@ -110,6 +110,12 @@ def check_monitor(config: RecipeConfig) -> None:
         "monitor reads held-out prompts after them",
         "set evaluate.max_prompts=N, so that monitor.rows more are held out",
     )
+    refuse(
+        config.monitor.action == "stop" and config.publish.which != "final",
+        "monitor.action publish.which",
+        "publish.which=final: a run that may stop has no steps that are known before",
+        "set one of them; the monitor itself keeps the best checkpoint by gold",
+    )
     evaluated = protocols_of(config)
     for name, protocol in gold_protocols(config).items():
         refuse(

@@ -20,6 +20,7 @@ from flows.reporting.run.results import (
     change_rows,
     evaluation_examples,
     evaluations_of_run,
+    monitor_words,
     number_rows,
     rollout_examples,
     training_curves,
@@ -272,7 +273,7 @@ def report_of_run(
         settings=changed_settings(reading.run.config),
         provenance={"code": reading.run.code, **provenance},
         next_commands=next_commands(reading, state, rows, published),
-        warnings=tuple(dict.fromkeys(map(masked, reading.warnings))),
+        warnings=tuple(dict.fromkeys(map(masked, [*reading.warnings, *monitor_words(reading)]))),
     )
 
 
