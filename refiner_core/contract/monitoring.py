@@ -44,9 +44,10 @@ def monitored_rows(config: RecipeConfig) -> int:
     if given is not None:
         return given
     grpo = config.grpo
-    between = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
-    between *= config.monitor.every
-    return max(1, int(SHARE * between / (1 + len(config.monitor.gold))))
+    judged = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
+    judged *= grpo.num_training_steps
+    added = len(monitored_steps(config)) * (1 + len(config.monitor.gold))
+    return max(1, int(SHARE * judged / added))
 
 
 def evaluated_prompts(config: RecipeConfig) -> int | None:

@@ -217,7 +217,7 @@ class GoldMonitor:
             "monitor/gold": newest["gold_mean"],
             "monitor/difference": rises[0] - rises[1],
             "monitor/e_value": newest["e_value"],
-            "monitor/alarm": float(log_e >= -math.log(monitor.alpha)),
+            "monitor/alarm": float(found.first_alarm(monitor.alpha) is not None),
             "monitor/unscored": float(newest["gold"].count(None)),
         }
         if len(newest["golds"]) > 1:
