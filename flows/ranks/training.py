@@ -93,9 +93,10 @@ def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> 
     from refiner_core.training.grpo import train_grpo
 
     first, on_nodes = ranks is None or ranks.rank == 0, placement_of(work.config, stage).nodes > 1
+    monitored: AbstractContextManager[Any] = gold_judges(work) if first else nullcontext(())
     with (
         judge_for(work) if first else nullcontext((None, None)) as (judge, io),
-        gold_judges(work) if first else nullcontext([]) as golds,
+        monitored as golds,
     ):
         return train_grpo(
             work.config,

@@ -44,9 +44,10 @@ def monitored_rows(config: RecipeConfig) -> int:
     if given is not None:
         return given
     grpo = config.grpo
-    between = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
-    between *= config.monitor.every
-    return max(1, int(SHARE * between / (1 + len(config.monitor.gold))))
+    judged = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
+    judged *= grpo.num_training_steps
+    added = len(monitored_steps(config)) * (1 + len(config.monitor.gold))
+    return max(1, int(SHARE * judged / added))
 
 
 def evaluated_prompts(config: RecipeConfig) -> int | None:
@@ -109,6 +110,12 @@ def check_monitor(config: RecipeConfig) -> None:
         "a number of evaluated prompts, here and in the protocols of evaluate.protocols: the "
         "monitor reads held-out prompts after them",
         "set evaluate.max_prompts=N, so that monitor.rows more are held out",
+    )
+    refuse(
+        config.monitor.action == "stop" and config.publish.which != "final",
+        "monitor.action publish.which",
+        "publish.which=final: a run that may stop has no steps that are known before",
+        "set one of them; the monitor itself keeps the best checkpoint by gold",
     )
     evaluated = protocols_of(config)
     for name, protocol in gold_protocols(config).items():

@@ -288,7 +288,7 @@ class _GrpoRun:
         self._stop_if_requested(self.progress["step"])
         self._look(self.progress["step"], {})
         for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
-            if self._stopped:
+            if self._stopped():
                 break
             self.step, clock, usage = step, StepTimer(), judge_meter(self.judge)
             self.update.moved = 0
@@ -306,7 +306,7 @@ class _GrpoRun:
             if self.batch is not None:
                 self.io.save_rollouts(step, self.turn_task.rows(step, self.batch))
             self._look(step, metrics)
-            if self._stopped:
+            if self._stopped():
                 break
             shown = {name: metrics[name] for name in ("scores",) if name in metrics}
             self.checkpoints.after(step, self.progress, shown, partial(self._in_flight, step))
@@ -396,7 +396,6 @@ class _GrpoRun:
 
     # ------------------------------------------------------------ monitor
 
-    @property
     def _stopped(self) -> bool:
         return self.monitor is not None and self.monitor.stopped
 
@@ -414,9 +413,9 @@ class _GrpoRun:
             raise
         self._log(step, metrics)
         # A pause that is in no checkpoint would be repeated.
-        if monitor is None or not (self._stopped or monitor.pauses(step)):
+        if monitor is None or not (monitor.stopped or monitor.pauses(step)):
             return
-        if self._stopped or step > self.checkpoints.saved_step:
+        if monitor.stopped or step > self.checkpoints.saved_step:
             monitor.state["handled"] = True
             self.checkpoints.save(step, self.progress, attachments)
             monitor.act(step)
@@ -427,7 +426,7 @@ class _GrpoRun:
 
     def take_best(self) -> None:
         """After a stop by the monitor, load the weights that gold liked best."""
-        if self.monitor is None or not self._stopped:
+        if self.monitor is None or not self.monitor.stopped:
             return
         best, now = self.monitor.state["best"], self.progress["step"]
         if best != now:

@@ -135,11 +135,16 @@ class GoldMonitor:
         told |= {"action": self.config.monitor.action, "alpha": self.config.monitor.alpha}
         told |= {"rows": len(self.rows), "golds": list(gold_protocols(self.config))}
         told["stopped"] = state["alarm"] if self.stopped else None
-        told["text"] = "" if state["alarm"] is None else alarm_text(state)
         names = ("step", "proxy_mean", "gold_mean", "e_value")
         told["looks"] = [{name: look[name] for name in names} for look in self.looks]
-        steps = {"steps": state["best"]} if self.stopped else {}
-        return {**steps, "monitor": told}
+        if state["alarm"] is None:
+            return {"monitor": told}
+        told["since"] = next(k["since"] for k in self.looks if k["step"] == state["alarm"])
+        remark = alarm_text(state)
+        if not self.stopped:
+            return {"monitor": told, "remark": remark}
+        remark += f"; it stopped there, with the weights of step {state['best']}, the best by gold"
+        return {"steps": state["best"], "monitor": told, "remark": remark}
 
     def look(self, step: int) -> dict[str, float]:
         """Look at the weights after ``step``; all ranks together. Returns metrics.
@@ -212,7 +217,7 @@ class GoldMonitor:
             "monitor/gold": newest["gold_mean"],
             "monitor/difference": rises[0] - rises[1],
             "monitor/e_value": newest["e_value"],
-            "monitor/alarm": float(log_e >= -math.log(monitor.alpha)),
+            "monitor/alarm": float(found.first_alarm(monitor.alpha) is not None),
             "monitor/unscored": float(newest["gold"].count(None)),
         }
         if len(newest["golds"]) > 1:

@@ -21,6 +21,7 @@ from flows.reporting.run.results import (
     change_rows,
     evaluation_examples,
     evaluations_of_run,
+    monitor_words,
     number_rows,
     rollout_examples,
     training_curves,
@@ -243,6 +244,7 @@ def report_of_run(
     evaluations = evaluations_of_run(reading)
     published, words = publications(reading), reading.run.command
     holes = reading.tried("Attacks on the reward", attack_notes, reading.config) or []
+    warnings = [*holes, *reading.warnings, *monitor_words(reading)]
     provenance = {  # machine and versions; the command is separate
         str(k): _shown(v)
         for k, v in reading.run.provenance.items()
@@ -274,7 +276,7 @@ def report_of_run(
         settings=changed_settings(reading.run.config),
         provenance={"code": reading.run.code, **provenance},
         next_commands=next_commands(reading, state, rows, published),
-        warnings=tuple(dict.fromkeys(map(masked, [*holes, *reading.warnings]))),
+        warnings=tuple(dict.fromkeys(map(masked, warnings))),
     )
 
 

@@ -8,8 +8,9 @@ from pydantic.dataclasses import dataclass
 
 from refiner_core.contract.marks import STRICT, added
 
-#: Largest share of the judged answers that the monitor may add by default.
-SHARE = 0.05
+#: Share of the judged answers that the monitor adds by default: less than 5 % of the calls, if gold
+#: asks up to half more questions than the training reward.
+SHARE = 0.04
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -29,7 +30,7 @@ class MonitorConfig:
     rows: int | None = added(
         None,
         ge=1,
-        doc="held-out prompts, none of which is evaluated; default: as many as add 5 % to the "
+        doc="held-out prompts, none of which is evaluated; default: as many as add 4 % to the "
         "judged answers",
     )
     alpha: float = added(0.05, gt=0, lt=1, doc="largest probability of a false alarm in a run")

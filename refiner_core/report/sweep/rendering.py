@@ -25,7 +25,7 @@ from refiner_core.report import drawing, printing
 from refiner_core.report.charts import Series, chart, summary
 from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import finite, plain
-from refiner_core.report.sweep import phrases
+from refiner_core.report.sweep import monitors, phrases
 from refiner_core.report.sweep.phrases import arm_row, column_of, comparison_notes
 from refiner_core.report.sweep.sweep_report import Comparison, Row, SweepReport, leading
 from refiner_core.report.transcripts import attempts_of, attempts_tables, example_html
@@ -42,6 +42,8 @@ def markdown(report: SweepReport) -> str:
         report=report,
         w=phrases,
         compared=[(comparison, _arms(comparison, report)) for comparison in compared],
+        monitor_header=monitors.header(report.monitors),
+        monitors=[monitors.monitor_cells(row) for row in report.monitors],
     )
     return text.rstrip() + "\n"
 
@@ -136,6 +138,7 @@ MOST_FLIPS = 600
 VIEWS = (
     ("summary", "Summary"),
     ("arms", "Arms"),
+    ("monitors", "Monitors"),
     ("curves", "Learning curves"),
     ("judges", "Judges × arms"),
     ("rubrics", "Rubrics"),
@@ -156,8 +159,8 @@ OF_AGENTS = {
 def views_of(report: SweepReport) -> dict[str, str]:
     """The views of a report; for agents without those of judges, which agents do not use."""
     if not report.attempts:
-        return dict(VIEWS)
-    empty = {"judges": not report.matrix, "rubrics": not report.rubrics}
+        return {k: name for k, name in VIEWS if k != "monitors" or report.monitors}
+    empty = {"judges": not report.matrix, "rubrics": not report.rubrics, "monitors": True}
     kept = ((view, name) for view, name in VIEWS if not empty.get(view))
     return {k: v for view, name in kept for k, v in OF_AGENTS.get(view, {view: name}).items()}
 
@@ -204,6 +207,8 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         attempts=attempts_of(s["said"] for one in prompts for s in one["said"]),
         attempts_tables=attempts_tables(report.attempts, few),
         flips=report.flips[:MOST_FLIPS],
+        monitor_header=monitors.header(report.monitors),
+        monitors=[monitors.monitor_cells(row) for row in report.monitors],
         costs=phrases.costs(report),
         whole=phrases.cost_of("all arms", report.trials),
     )

@@ -108,6 +108,9 @@ class SweepReport:
     - ``attempts``: outcomes of an arm's attempts at the tasks of a domain, over all its seeds:
       ``asked`` = ``passed`` + all of ``failures`` (by class) + all of ``errors`` (of the
       infrastructure, by kind; they do not count as attempts).
+    - ``monitors``: trials of an ``arm`` with a monitor, steps of their ``alarms`` and of those that
+      ``stopped``, and mean proxy and gold at the last step ``at`` which all trials were looked at,
+      at the end, and at the best step by gold.
     - ``incidents``: problems in a trial, and whether each is ``resolved``.
     """
 
@@ -131,6 +134,7 @@ class SweepReport:
     flips: tuple[Row, ...] = ()
     side_by_side: tuple[Row, ...] = ()
     attempts: tuple[Row, ...] = ()
+    monitors: tuple[Row, ...] = ()
     incidents: tuple[Row, ...] = ()
     protocols: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
