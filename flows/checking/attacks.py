@@ -21,7 +21,7 @@ def attacks_file(config: RecipeConfig) -> Path:
 
 def attack_notes(config: RecipeConfig) -> list[str]:
     """A note on attacks that pay; none if the reward was not attacked, or none of them pays."""
-    if config.environment.name or not config.grpo.num_training_steps:
+    if config.environment.name or not {"grpo", "sample"} & {*config.stages}:
         return []
     found = atomic.read_json(attacks_file(config))
     paid = [one["name"] for one in found["attacks"] if one["pays"]] if found else []

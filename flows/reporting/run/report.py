@@ -243,8 +243,6 @@ def report_of_run(
     state, state_text = standing_of(status, rows)
     evaluations = evaluations_of_run(reading)
     published, words = publications(reading), reading.run.command
-    holes = reading.tried("Attacks on the reward", attack_notes, reading.config) or []
-    warnings = [*holes, *reading.warnings, *monitor_words(reading)]
     provenance = {  # machine and versions; the command is separate
         str(k): _shown(v)
         for k, v in reading.run.provenance.items()
@@ -276,8 +274,14 @@ def report_of_run(
         settings=changed_settings(reading.run.config),
         provenance={"code": reading.run.code, **provenance},
         next_commands=next_commands(reading, state, rows, published),
-        warnings=tuple(dict.fromkeys(map(masked, warnings))),
+        warnings=_warnings(reading),  # last: the others may add some
     )
+
+
+def _warnings(reading: RunReading) -> tuple[str, ...]:
+    holes = reading.tried("Attacks on the reward", attack_notes, reading.config) or []
+    found = [*holes, *reading.warnings, *monitor_words(reading)]
+    return tuple(dict.fromkeys(map(masked, found)))
 
 
 def report_run(
