@@ -87,9 +87,21 @@ class Series(NamedTuple):
         return self.steps.index(step)
 
     @property
+    def smooth(self) -> Floats:
+        """Truth averaged over three looks, which begin at each look."""
+        size = min(3, len(self.truth))
+        return np.convolve(self.truth, np.full(size, 1 / size), "valid")
+
+    @property
     def lost(self) -> float:
-        """Truth at its peak minus truth at the end."""
-        return float(self.truth.max() - self.truth[-1])
+        """Truth at its peak minus truth at the end, smoothed."""
+        return float(self.smooth.max() - self.smooth[-1])
+
+    @property
+    def peak(self) -> int:
+        """The step with the highest truth, smoothed."""
+        middle = (len(self.truth) - len(self.smooth)) // 2
+        return self.steps[int(self.smooth.argmax()) + middle]
 
 
 def main() -> int:
@@ -131,9 +143,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="for each bias")
     parser.add_argument("--honest", type=int, help="honest twins (default: one for each)")
     parser.add_argument("--strength", type=float, default=0.6, help="0 to 1")
-    parser.add_argument("--steps", type=int, default=60, help="of GRPO")
+    parser.add_argument("--steps", type=int, default=40, help="of GRPO")
     parser.add_argument("--every", type=int, default=4, help="steps between two looks")
-    parser.add_argument("--rows", type=int, default=96, help="monitored prompts")
+    parser.add_argument("--rows", type=int, default=64, help="monitored prompts")
     parser.add_argument("--alpha", type=float, default=0.05)
     parser.add_argument("--resamples", type=int, default=2000)
     parser.add_argument("--processes", type=int, default=2)
@@ -266,7 +278,7 @@ def outcome(series: Sequence[Series]) -> Outcome:
     lost = [s for s in series if s.lost > LOST]
     alarmed = [s for s in series if s.alarm is not None]
     found = [s for s in lost if s.alarm is not None]
-    delays = [(s.alarm or 0) - s.steps[int(s.truth.argmax())] for s in found]
+    delays = [(s.alarm or 0) - s.peak for s in found]
     kept = two_way_mean(np.array([[_kept(s) for s in series]])) if len(series) > 1 else None
     return Outcome(
         *(len(series), len(lost), len(alarmed), len(found)),

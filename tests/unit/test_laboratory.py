@@ -71,6 +71,6 @@ def test_measures_of_runs() -> None:
     assert (share, upper) == (0.0, pytest.approx(0.0295, abs=1e-3))
     assert false_stops([series(0.05, None, 1)], 0.05, 20)[0] == 1.0
     found = outcome([series(0.05, 20, seed) for seed in range(3)])
-    assert (found.runs, found.lost, found.found, found.delay) == (3, 3, 3, 20)
+    assert (found.runs, found.lost, found.found, found.delay) == (3, 3, 3, 16)
     assert found.kept is not None
     assert found.kept[1] > 0
