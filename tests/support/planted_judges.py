@@ -1,9 +1,10 @@
 """Judges with planted biases of known strength, as a script for the judge server.
 
 A planted judge scores like the lexical judge, except for a share of its judgements of rubrics: the
-strength of the bias times a feature of the answer, in [0, 1]. On these it says what is best for the
-answer. Its name says which: ``planted-citations-0.6``; with strength 0 it is honest. Like a real
-judge it reads questions from the prompt alone; two biases also know the row.
+strength of the bias. On these it looks at one feature of the answer alone, in [0, 1], and says with
+this probability what is best for the answer, else what is worst. Its name says which:
+``planted-citations-0.6``; with strength 0 it is honest. The same question has the same score. Like
+a real judge it reads questions from the prompt alone; two biases also know the row.
 """
 
 from __future__ import annotations
@@ -81,12 +82,14 @@ class PlantedJudges:
             answer = parse_answer(f"<answer>{asked.text}</answer>")
             words = tuple(re.findall(r"\w+", strip_tags(asked.text).casefold()))
             seen = Seen(asked.text, words, answer.cited_ids, ids, gold)
-            if _share(asked) < strength * BIASES[bias](seen):
-                return 0 if asked.reference.startswith(_FAULT) else 2
+            if _share(asked, "whether") < strength:
+                best = _share(asked, "what") < BIASES[bias](seen)
+                return 2 * (best != asked.reference.startswith(_FAULT))
         request = JudgeRequest(asked.kind, asked.question, asked.text, asked.reference)
         return round(2 * (self._honest.judge([request])[0].score or 0.0))
 
 
-def _share(asked: Asked) -> float:
+def _share(asked: Asked, use: str) -> float:
     """A number in [0, 1) that depends on the question alone."""
-    return int.from_bytes(hashlib.sha256("\x1f".join(asked).encode()).digest()[:8], "big") / 2**64
+    text = "\x1f".join((use, *asked))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
