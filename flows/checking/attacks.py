@@ -30,6 +30,6 @@ def attack_notes(config: RecipeConfig) -> list[str]:
     rows = found["honest"]["n"]
     return [
         f"{len(paid)} of {len(found['attacks'])} attacks on this reward pay ({', '.join(paid)}; "
-        f"{rows} rows): training may find them. `reward.penalties` sets prices, and "
-        "`refiner reward attack` shows what they close."
+        f"{rows} rows): training may find them. The fields reward.penalties.* set prices, and "
+        "refiner reward attack shows what they close."
     ]
