@@ -49,6 +49,7 @@ BENCHES = (
     "judgements",
     "many_runs",
     "memory",
+    "monitor",
     "startup",
     "sweeps",
     "trainer",
