@@ -50,6 +50,7 @@ BENCHES = (
     "judgements",
     "many_runs",
     "memory",
+    "monitor",
     "startup",
     "sweeps",
     "trainer",

@@ -23,22 +23,13 @@ class MonitorConfig:
 
     every: int = added(0, ge=0, doc="steps between two looks; 0 is off")
     gold: tuple[str, ...] = added(
-        (),
-        doc="protocol files (shipped names, or YAML files) whose `reward` and `judge` score the "
-        "same answers; gold is the mean of all of them",
+        (), doc="protocol files whose `reward` and `judge` score the same answers; the mean counts"
     )
     rows: int | None = added(
-        None,
-        ge=1,
-        doc="held-out prompts, none of which is evaluated; default: as many as add 4 % to the "
-        "judged answers",
+        None, ge=1, doc="held-out prompts that no evaluation reads; default: 4 % more judged answers"
     )
     alpha: float = added(0.05, gt=0, lt=1, doc="largest probability of a false alarm in a run")
-    keep: float = added(
-        0.25, ge=0, le=1, doc="share of the proxy's rise that gold must keep (shares of ranges)"
-    )
+    keep: float = added(0.25, ge=0, le=1, doc="share of the proxy's rise that gold must keep")
     action: Literal["warn", "pause", "stop"] = added(
-        "warn",
-        doc="on an alarm: a warning; the stage is interrupted, and the same command continues it; "
-        "or it ends with the weights that gold liked best",
+        "warn", doc="on an alarm: warn; pause until the same command; stop with gold's best weights"
     )
