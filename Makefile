@@ -79,6 +79,7 @@ format: setup  ## format with ruff
 prove: setup  ## the long proofs: learning, recovery under faults, statistics, mutants (some hours)
 	$(BIN)/python -m tests.prove.learning
 	$(BIN)/python -m tests.prove.tools
+	$(BIN)/python -m tests.prove.laboratory
 	$(BIN)/python -m tests.prove.step100
 	$(BIN)/python -m tests.prove.neighbour
 	$(BIN)/python -m tests.prove.hangs
@@ -92,6 +93,7 @@ bench: setup  ## speeds, each against its rival in one run
 	$(BIN)/python -m tests.bench
 	$(BIN)/python -m tests.bench.dispatch
 	$(BIN)/python -m tests.bench.recovery
+	$(BIN)/python -m tests.bench attacks
 	$(BIN)/python -m tests.bench sweeps
 	$(BIN)/python -m tests.bench sweep_again
 	$(BIN)/python -m tests.bench report

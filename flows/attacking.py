@@ -7,7 +7,8 @@
 In: a recipe, perhaps a file of rows and attacks of one's own. Out: mean rewards with intervals, and
 for each attack the paired difference to the honest answers. Rewards are computed as in training, by
 the recipe's own judge. Lengths are not limited: an answer may be longer than
-``grpo.response_length``.
+``grpo.response_length``. For an agent, episodes take the place of answers
+(:mod:`refiner_core.environments.attacks`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flows.checking.attacks import attacks_file
 from flows.stages.judging import judge_by_hand, stored
 from infra.host.secrets import mask_keys_of
+from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.answers import compared, parse_answer
 from refiner_core.contract.checks.recipe import check_config
@@ -85,6 +88,9 @@ def attack_reward(
 ) -> dict[str, Any]:
     """Attack a recipe's reward: which dishonest answers does it pay more than honest ones?
 
+    An existing workspace keeps the result; plans and reports of this reward then name the attacks
+    that pay.
+
     Parameters
     ----------
     recipe, overrides
@@ -115,17 +121,20 @@ def attack_reward(
     JudgeOutage, JudgeUnusable
         The judge gave too few scores.
     UnsupportedError
-        The recipe trains an agent, whose rewards come from its environment.
+        The recipe trains an agent, and its environment has no expert, or rows or attacks of one's
+        own are given.
     """
     config = check_config(load_recipe(recipe, overrides))
     mask_keys_of(config)
     if config.environment.name:
-        raise UnsupportedError(
-            f"{recipe} trains an agent: the environment {config.environment.name!r} rewards its "
-            "episodes, not a judge.",
-            expected="a recipe whose answers are judged",
-            fix="name another recipe; `refiner environments play` shows what an environment pays",
-        )
+        if rows or own:
+            raise UnsupportedError(
+                f"{recipe} trains an agent, which answers no rows.",
+                expected="a recipe whose answers are judged, for --rows and --attack",
+                fix="leave both out: the shipped attacks on episodes are tried",
+            )
+        totals = _episode_rewards(config, count, tell)
+        return _document(totals, [n for n in totals if n not in ("honest", "gold", "random")])
     attacks = {**ATTACKS, **dict(map(_own_attack, own))}
     targets = _targets(config, rows, count)
     answers: dict[str, list[str | None]] = {
@@ -136,11 +145,12 @@ def attack_reward(
     for name, attack in attacks.items():
         answers[name] = [attack(t.row, t.honest, t.gold) for t in targets]
     totals = _rewards(config, targets, answers, tell, progress)
-    return {
-        "version": 1,
-        **{name: _mean(totals[name]) for name in ("honest", "gold", "random")},
-        "attacks": [_compared(name, totals[name], totals["honest"]) for name in attacks],
-    }
+    found = _document(totals, list(attacks))
+    if Workspace.read_only(config.workspace).layout.format_file.exists():
+        file = attacks_file(config)
+        file.parent.mkdir(exist_ok=True)
+        atomic.write_json(file, found)
+    return found
 
 
 def attack_lines(document: Mapping[str, Any]) -> Iterator[str]:
@@ -350,7 +360,40 @@ def _cost(
         return len(asked), sum(store is None or None in store.get(keys) for keys in calls)
 
 
+def _episode_rewards(
+    config: RecipeConfig, count: int, tell: Callable[[str, int], None]
+) -> dict[str, list[float | None]]:
+    """Rewards of episodes on held-out tasks, which an expert demonstrates."""
+    from refiner_core.environments.attacks import attacked_episodes
+    from refiner_core.environments.protocol import HasExpert
+    from refiner_core.environments.registry import open_environment
+
+    environment = open_environment(config, evaluation=False)
+    if not isinstance(environment, HasExpert):
+        raise UnsupportedError(
+            f"The environment {config.environment.name!r} has no expert, whose tries are changed.",
+            expected="an environment with a method `expert`, such as `desk`",
+            fix="name another recipe; `refiner environments play` shows what an episode earns",
+        )
+    tasks = sorted(
+        environment.tasks(config.environment.test_split),
+        key=lambda task: derive_seed(config.data.split_seed, WRITER, task.id),
+    )[:count]
+    tell(f"{len(tasks)} tasks. Honest tries: the expert's, with a typical mistake", 0)
+    return attacked_episodes(environment, environment, config.environment, tasks)
+
+
 # ---------------------------------------------------------------- numbers
+
+
+def _document(
+    totals: Mapping[str, Sequence[float | None]], attacks: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "version": 1,
+        **{name: _mean(totals[name]) for name in ("honest", "gold", "random")},
+        "attacks": [_compared(name, totals[name], totals["honest"]) for name in attacks],
+    }
 
 
 def _mean(values: Values) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from infra.store.provenance import read_certificates
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.monitoring import monitored_rows, monitored_steps, monitors
 from refiner_core.contract.placement import (
     STAGES,
     ModelShape,
@@ -36,6 +37,7 @@ from refiner_core.contract.placement import (
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.proofs import Certificate
+from refiner_core.contract.protocols import golds_under
 from refiner_core.contract.services import asks_judge, serves
 from refiner_core.report.printing import table_lines
 from refiner_core.rubrics import load_rubric_set
@@ -473,6 +475,46 @@ def judge_use(config: RecipeConfig) -> tuple[float, float, float]:
     return calls, calls * CALL_PROMPT + more * MORE_PROMPT, calls * reply + more * MORE_REPLY
 
 
+@dataclass(frozen=True)
+class MonitorCost:
+    """Judge calls of GRPO's monitor: ``share`` is that of the training's own, None if these are
+    none."""
+
+    looks: int
+    prompts: int
+    calls: int
+    share: float | None
+
+    @property
+    def text(self) -> str:
+        """The cost in a line."""
+        share = f", {self.share:.1%} of the training's" if self.share is not None else ""
+        calls = f"about {self.calls:,} judge calls{share}" if self.calls else "no judge calls"
+        return f"monitor: {self.looks} looks at {self.prompts} prompts, {calls}"
+
+
+def monitor_cost(config: RecipeConfig) -> MonitorCost | None:
+    """The cost of a recipe's monitor; None without one."""
+    if not monitors(config):
+        return None
+    looks, prompts = len(monitored_steps(config)), monitored_rows(config)
+    each = sum(_calls_for_total(c) for c in (config, *golds_under(config).values()))
+    grpo, calls = config.grpo, looks * prompts * each
+    rollouts = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
+    served = config.judge.kind != "lexical"
+    own = grpo.num_training_steps * rollouts * judge_use(config)[0] if served else 0.0
+    return MonitorCost(looks, prompts, round(calls), calls / own if own else None)
+
+
+def _calls_for_total(config: RecipeConfig) -> float:
+    """Calls for the reward of an answer, without those for citations that it does not pay."""
+    if config.judge.kind == "lexical":
+        return 0.0
+    reward = config.reward
+    pays = reward.apply_paper_citation_reward and reward.paper_citation_weight > 0
+    return judge_use(config)[0] - (0.0 if pays else CITATION_CALLS)
+
+
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)B(?:-A(\d+(?:\.\d+)?)B)?", re.IGNORECASE)
 
 
@@ -528,6 +570,8 @@ def time_lines(found: Sequence[StageTime], plan: Plan, gpu: str | None = None) -
     ]
     if rows:
         yield from table_lines(rows, heads)
+    if any(one.kind == "grpo" for one in found) and (cost := monitor_cost(plan.config)):
+        yield cost.text
     for why in dict.fromkeys(one.why for one in found if one.seconds is None):
         names = ", ".join(one.stage for one in found if one.seconds is None and one.why == why)
         yield f"no figure for {names}: {why}"

@@ -44,6 +44,14 @@ def newest_rollouts(workspace: Workspace, stage_id: str) -> tuple[int, dict[int,
     return 0, {}
 
 
+def monitor_of(workspace: Workspace, stages: Mapping[str, str]) -> Mapping[str, Any]:
+    """Report of a run's monitor, by its stages; empty without one, or before the end of GRPO."""
+    stage_id = stages.get("grpo")
+    result = None if stage_id is None else workspace.read_result(stage_id)
+    found: Mapping[str, Any] = {} if result is None else result.report.get("monitor") or {}
+    return found
+
+
 def results_of(workspace: Workspace, stage_id: str) -> Mapping[str, Any] | None:
     """Results of an evaluation; None if it is not done."""
     result = workspace.read_result(stage_id)

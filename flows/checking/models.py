@@ -25,7 +25,7 @@ from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.placement import STAGES
-from refiner_core.contract.protocols import configs_under
+from refiner_core.contract.protocols import all_under
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.types import WITHOUT_REASONING
 from refiner_core.generation.completions import recurrent_layers
@@ -372,7 +372,7 @@ def judge_notes(config: RecipeConfig) -> list[str]:
     """A note for each judge of a recipe and its protocols that reasons first and may not."""
     asked = {
         (under.judge.model, under.judge.extra_body): under.judge
-        for under in (config, *configs_under(config).values())
+        for under in (config, *all_under(config).values())
         if asks_judge(under)
     }
     return [

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flows.checking.attacks import attack_notes
 from flows.checking.models import judge_notes, layer_notes, model_files, position_notes
 from infra.disk.forecast import ModelSize, model_size
 from infra.host.gpus import gpus_here, too_many_gpus
@@ -312,7 +313,7 @@ def planning_notes(plan: Plan) -> list[str]:
     config = plan.config
     notes = [
         *(*training_notes(config), *layer_notes(config)),
-        *(*judge_notes(config), *position_notes(config)),
+        *(*judge_notes(config), *position_notes(config), *attack_notes(config)),
     ]
     if config.environment.name:
         from refiner_core.environments.registry import environment_notes

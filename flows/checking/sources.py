@@ -18,7 +18,7 @@ from refiner_core.contract.config import DataConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.kinds.serving import JUDGE_WEIGHTS
 from refiner_core.contract.planned import HUB_DIGEST
-from refiner_core.contract.protocols import configs_under, refused_under, under
+from refiner_core.contract.protocols import all_under, refused_under, under
 from refiner_core.contract.sections.environment import check_settings
 from refiner_core.contract.services import engine_of, serves
 from refiner_core.data.sources import Which, resolve_source, source_digest
@@ -95,7 +95,7 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
     """
     check_names(config)
     sources = _of_training(config) | _of_measuring(config)
-    for name, measured in configs_under(config).items():
+    for name, measured in all_under(config).items():
         with refused_under(name):
             own = protocol_sources(measured)
         sources |= {under(source, name): digest for source, digest in own.items()}

@@ -50,7 +50,7 @@ def plan_command(
     """
     from flows.checking.resources import gpus_json, memory_json, planning_notes
     from flows.disk import disk_of_plan
-    from flows.durations import forecast_times, time_lines, times_json
+    from flows.durations import forecast_times, monitor_cost, time_lines, times_json
     from flows.plans import forecast, plan_json
     from flows.running.calls import make_recipe_plan
 
@@ -69,6 +69,8 @@ def plan_command(
             "time": times_json(times),
             "notes": planning_notes(plan),
         }
+        if cost := monitor_cost(plan.config):
+            value["monitor"] = asdict(cost)
         value["gpus"] = gpus_json(plan)
         print_json(value)
         return

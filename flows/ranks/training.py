@@ -89,11 +89,15 @@ def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> 
             ranks=ranks,
             stage=stage,
         )
-    from flows.stages.judging import judge_for
+    from flows.stages.judging import gold_judges, judge_for
     from refiner_core.training.grpo import train_grpo
 
     first, on_nodes = ranks is None or ranks.rank == 0, placement_of(work.config, stage).nodes > 1
-    with judge_for(work) if first else nullcontext((None, None)) as (judge, io):
+    monitored: AbstractContextManager[Any] = gold_judges(work) if first else nullcontext(())
+    with (
+        judge_for(work) if first else nullcontext((None, None)) as (judge, io),
+        monitored as golds,
+    ):
         return train_grpo(
             work.config,
             data_dir=work.inputs["data"],
@@ -103,6 +107,7 @@ def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> 
             judge=judge,
             open_servers=partial(_rollout_servers, work) if first or on_nodes else None,
             ranks=ranks,
+            golds=golds,
         )
 
 

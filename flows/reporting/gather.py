@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from flows.reporting.samples import SamplesReader, questions_of
+from flows.stored import monitor_of
 from flows.sweeping.status import SweepWatcher, TrialStanding
 from infra.orchestrator.timeline import Incident, run_incidents
 from infra.store.layout import sweep_call
@@ -199,6 +200,7 @@ class _StageReader:
             evaluations=tuple(i for i in planned.values() if i in self.evaluations),
             trainings={n: trial.stages[n] for n in trained},
             missing=tuple(n for n, i in planned.items() if i not in self.evaluations),
+            monitor=monitor_of(self.workspace, trial.stages),
         )
 
     def _training(self, name: str, trial: TrialRecord) -> bool:

@@ -422,6 +422,8 @@ class RunWatcher:
             state, reason = self._state(stage_id, record, observed.attempts.get(stage_id))
             if state in ("waiting", "interrupted", "failed", "idle") and name in told:
                 state, reason = told[name]
+            if state == "done" and record is not None and record.result is not None:
+                reason = reason or str(record.result.report.get("remark") or "")
             gpus = devices_of(run.config, name.partition("-")[0])
             more = self._by_attempts(stage_id, record) if record and record.attempts else {}
             row = StageStatus(name, stage_id, state, reason, gpus=gpus, **more)

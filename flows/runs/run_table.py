@@ -22,7 +22,7 @@ from typing import Any
 
 from flows.running.status import RunWatcher, has_started, required_run
 from flows.runs.run_filter import RunFilter
-from flows.stored import results_of
+from flows.stored import monitor_of, results_of
 from flows.sweeping.budget import UsageReader
 from infra.host.files import names_in
 from infra.prefect_server import state_dir
@@ -48,6 +48,10 @@ _STATES = ("failed", "blocked", "cancelled", "interrupted", "paused", "killed", 
 _PLACES = ("workspace", "data_root")
 #: Overrides that give a run its note and tags.
 _LABEL = ("tracking.notes=", "tracking.tags=")
+
+
+#: Tags of runs by the alarm of their monitor.
+STOPPED_TAG, ALARM_TAG = "stopped-by-monitor", "monitor-alarm"
 
 
 @dataclass(frozen=True)
@@ -265,8 +269,12 @@ def row_of(workspace: Workspace, usage: UsageReader, run: RunRecord) -> tuple[Ru
     state, is_settled = ("done", True) if done == len(own) else _state(workspace, run, works)
     use = usage.total(own)
     model, metrics = _numbers(workspace, run)
+    row = _row(workspace, run, state)
+    monitor = monitor_of(workspace, run.stages)
+    told = STOPPED_TAG if monitor.get("stopped") is not None else ALARM_TAG
     row = replace(
-        _row(workspace, run, state),
+        row,
+        tags=row.tags if monitor.get("alarm") is None else (*row.tags, told),
         stages_done=done,
         model=model,
         metrics=metrics,

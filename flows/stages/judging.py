@@ -33,6 +33,7 @@ from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
 from refiner_core.contract.placement import judge_numbers
 from refiner_core.contract.plan_builder import judge_service
+from refiner_core.contract.protocols import golds_under
 from refiner_core.contract.services import asks_judge, engine_of, serves
 from refiner_core.contract.types import (
     REASONING,
@@ -48,6 +49,7 @@ from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
 if TYPE_CHECKING:
     from infra.judgements.store import WorkspaceStore
+    from refiner_core.training.monitor import Gold
 
 
 log = logging.getLogger(__name__)
@@ -256,6 +258,24 @@ def judge_for(work: StageWork) -> Iterator[tuple[Judge, StageIO]]:
         if work.config.evaluate.occasion and work.spec.kind == "evaluate":
             judge = judge.fresh(work.stage_id) if isinstance(judge, FreshJudge) else judge
         yield judge, io
+
+
+@contextlib.contextmanager
+def gold_judges(work: StageWork) -> Iterator[list[Gold]]:
+    """The judges of a stage's monitor, each under its protocol; errors as for
+    :func:`judge_for`."""
+    from refiner_core.training.monitor import Gold
+
+    with contextlib.ExitStack() as stack:
+        found = []
+        for name, config in golds_under(work.config).items():
+            judge = _asking(
+                *(config.judge, work.workspace, f"{work.stage_id}-{work.attempt}-{name}"),
+                judge_endpoints(replace(work, config=config)),
+                should_stop=work.io.should_stop,
+            )
+            found.append(Gold(name, config, stack.enter_context(judge)))
+        yield found
 
 
 @contextlib.contextmanager

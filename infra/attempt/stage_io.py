@@ -50,7 +50,7 @@ from infra.host.files import again, make_folder
 from infra.host.secrets import mask_keys_of, masked
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
-from infra.store.checkpoints import CheckpointStore, CompleteCheckpoint, step_name
+from infra.store.checkpoints import CheckpointStore, CompleteCheckpoint, hold_steps, step_name
 from infra.store.layout import StagePaths
 from infra.store.traces import encode_rollouts, list_rollouts, read_metrics
 from refiner_core.contract.config import RecipeConfig
@@ -372,6 +372,12 @@ class AttemptIO:
         self.resumed_step, self._last_step, self._taken_over = None, None, False
         self._unsynced.clear()
         self._asked_for_checkpoint = False
+
+    def keep_checkpoints(self, steps: Sequence[int]) -> list[SavedCheckpoint]:
+        """See :meth:`refiner_core.contract.types.StageIO.keep_checkpoints`."""
+        hold_steps(self.stage, steps)
+        found = [c for c in self.checkpoints.complete() if c.step in steps]
+        return [SavedCheckpoint(c.step, c.path) for c in found]
 
     def go_on_from(self, found: CompleteCheckpoint) -> None:
         """Resume from a checkpoint that is not in the store (another trainer's): records it and

@@ -30,6 +30,7 @@ from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.monitoring import monitored_steps, monitors
 from refiner_core.contract.placement import STAGES, section_of, sft_section
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
@@ -361,7 +362,11 @@ def _training_need(
     saves = max(1, -(-steps // max(1, section.save_freq))) if steps else section.keep
     # One checkpoint beside `keep` waits for its export, which takes less than the steps between two
     # saves and has a slot of its own. If exports queue for longer, each adds one.
-    held = any(other.inputs[role] == stage.name for other in plan.stages for role in other.at_step)
+    held = int(
+        any(other.inputs[role] == stage.name for other in plan.stages for role in other.at_step)
+    )
+    if stage.kind == "grpo" and monitors(config):  # saves the best by gold, and the one before
+        saves, held = saves + len(monitored_steps(config)) - 1, held + 2
     # With `keep` >= 2, space is freed before a save; with 1, the old one stays until the new one
     # is complete.
     most = min(saves, max(2, section.keep) + held)

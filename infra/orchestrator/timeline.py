@@ -59,6 +59,7 @@ WHAT: dict[FailureClass, str] = {
     "hub_refused": "Hub refused",
     "not_finite": "loss, norm or reward was not finite",
     "unhealthy": "stopped by a health check",
+    "monitor_pause": "paused by its monitor",
     "bad_configuration": "configuration refused",
     "bad_data": "data refused",
     "unsupported": "not supported here",

@@ -53,7 +53,7 @@ _END_S = 60.0
 #: Calls that are passed to the attempt unchanged.
 _PLAIN = (
     *("log_metrics", "save_rollouts", "latest_checkpoint", "pass_over"),
-    *("progress", "should_stop"),
+    *("keep_checkpoints", "progress", "should_stop"),
 )
 
 

@@ -36,6 +36,7 @@
       judge-reports/<id>/                     results of `refiner judge report`
       rubric-reports/<run id>/                results of `refiner rubrics report`
       forms/<id>/form.jsonl key.json          a form for people's labels, and what its rows are
+      attacks/<reward>.json                   newest result of `refiner reward attack` for a reward
       sweeps/<name>/                          a sweep: its versions, the runs of its trials
       reports/<name>/                         results of `refiner report`
       proofs/<stage id>/proof.json            result of `refiner prove-resume` for a stage
@@ -233,6 +234,8 @@ class Layout:
     rubric_reports = _FixedPath("data", "rubric-reports")
     #: One folder per form for people's labels, with its key.
     forms = _FixedPath("data", "forms")
+    #: One file per reward that `refiner reward attack` has attacked.
+    attacks = _FixedPath("data", "attacks")
     #: The store of judgements.
     judgements = _FixedPath("data", "judgements")
     #: One folder per sweep, by its name.

@@ -56,6 +56,7 @@ SHOWN_OF_REPORTS: Mapping[str, tuple[str, ...]] = {
     "grpo": (
         *("steps", "episodes", "tokens", "prompts", "counts", "curves"),
         *(f"judge.{key}" for key in _OF_JUDGE),
+        *(f"monitor.{key}" for key in ("rows", "alarm", "stopped", "since", "best", "alpha")),
         *_PROCESSES,
     ),
     "command": ("steps", "steps_planned", "final", "source", "adopted", "base_model"),

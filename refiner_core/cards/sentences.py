@@ -187,7 +187,8 @@ def _later_fields(facts: CardFacts) -> Iterator[tuple[str, str, Any]]:
         idle = (*idle, *ONLY_OF_AGENTS)
     for path, info in walk(RecipeConfig):
         known = info.legacy_value is ABSENT or path in facts.recorded_fields
-        if not known and not path.startswith(idle) and ".health." not in path:
+        plain = ".health." not in path and not path.startswith(_PENALTIES)
+        if plain and not known and not path.startswith(idle):
             yield flag_of(path) or path, info.doc, info.legacy_value
 
 
@@ -378,7 +379,7 @@ def grpo_flags(facts: CardFacts) -> list[str]:
 
     lines = [[path for path in line if known(path)] for line in _FLAG_LINES]
     used = {path for line in _FLAG_LINES for path in line}
-    rest = [f"reward.{info.name}" for _, info in walk(RewardConfig) if info.mark == "identity"]
+    rest = [f"reward.{path}" for path, info in walk(RewardConfig) if info.mark == "identity"]
     rest += [f"grpo.{path}" for path, info in walk(GrpoConfig) if info.mark == "identity"]
     lines += [[path] for path in rest if path not in used and flag_of(path) and known(path)]
     return [" ".join(map(flag, line)) for line in lines if line]
@@ -386,12 +387,13 @@ def grpo_flags(facts: CardFacts) -> list[str]:
 
 #: Fields that a card names only if they differ from what all runs before them had, so that a card
 #: of an earlier run stays the same when it is made again.
+_PENALTIES = "reward.penalties."
 _ONLY_IF_CHANGED = ("sft.adam_beta2", "rft.adam_beta2", "grpo.adam_beta2")
 
 
 def _is_told(facts: CardFacts, path: str) -> bool:
     """True if a card names a setting: the run knew it, and it says something."""
-    if path in _ONLY_IF_CHANGED:
+    if path in _ONLY_IF_CHANGED or path.startswith(_PENALTIES):
         before = dict(walk(RecipeConfig))[path].legacy_value
         if get_field(facts.config, path) == before:
             return False

@@ -31,8 +31,10 @@ from refiner_core.contract.sections.environment import ShapingConfig as ShapingC
 from refiner_core.contract.sections.environment import UserConfig as UserConfig
 from refiner_core.contract.sections.judging import LEXICAL_MODELS as LEXICAL_MODELS
 from refiner_core.contract.sections.judging import JudgeConfig as JudgeConfig
+from refiner_core.contract.sections.judging import PenaltiesConfig as PenaltiesConfig
 from refiner_core.contract.sections.judging import RewardConfig as RewardConfig
 from refiner_core.contract.sections.judging import ServeConfig as ServeConfig
+from refiner_core.contract.sections.monitor import MonitorConfig as MonitorConfig
 from refiner_core.contract.sections.publish import PublishConfig as PublishConfig
 from refiner_core.contract.sections.steering import DiskConfig as DiskConfig
 from refiner_core.contract.sections.steering import DispatchConfig as DispatchConfig
@@ -136,6 +138,7 @@ class RecipeConfig:
     command: CommandConfig = section(CommandConfig, doc="another trainer")
     reward: RewardConfig = section(RewardConfig, doc="the reward")
     judge: JudgeConfig = section(JudgeConfig, doc="the judge")
+    monitor: MonitorConfig = section(MonitorConfig, doc="gold reward during GRPO")
     environment: EnvironmentConfig = section(
         EnvironmentConfig, doc="environment of an agent with tools"
     )

@@ -182,6 +182,13 @@ class HealthStop(StageFailed):
     resumable = True
 
 
+class MonitorPause(RefinerError, RuntimeError):
+    """Pause by the monitor, for a person to look; the same command continues."""
+
+    exit_code = 6
+    resumable = True
+
+
 class Interrupted(RefinerError, RuntimeError):
     """Stopped on request (Ctrl-C, SIGTERM, a time limit); work up to the last step is saved."""
 

@@ -24,6 +24,7 @@ from typing import Any
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import field_value, nested, replace_fields, typed
+from refiner_core.contract.protocols import PROTOCOL_FIELDS
 from refiner_core.contract.recipes import (
     FILE_FIELDS,
     JSON_FIELDS,
@@ -252,7 +253,7 @@ def whole_paths(text: str, folder: Path) -> str:
     from omegaconf import OmegaConf
 
     path = text.partition("=")[0]
-    if path not in FILE_FIELDS and path != _PROTOCOLS:
+    if path not in FILE_FIELDS and path not in PROTOCOL_FIELDS:
         return text
     parse_override(text, folder)  # refuses an invalid override
     section, _, leaf = path.rpartition(".")
@@ -265,10 +266,6 @@ def whole_paths(text: str, folder: Path) -> str:
     else:
         return text
     return text if whole == found else f"{path}={_yaml_text(whole, lambda text: text)}"
-
-
-#: Names of protocol files; a configuration holds their contents.
-_PROTOCOLS = "evaluate.protocols"
 
 
 def _yaml_text(value: Any, prepare: Callable[[str], str]) -> str:

@@ -44,7 +44,7 @@ from refiner_core.contract.fields import refuse_fields
 from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE
 from refiner_core.contract.plan_builder import PlanBuilder, stage_values
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.protocols import configs_under, without_protocol
+from refiner_core.contract.protocols import all_under, configs_under, without_protocol
 
 
 def final_model(config: RecipeConfig) -> str:
@@ -200,14 +200,14 @@ class Plan:
 
     @functools.cached_property
     def _under(self) -> dict[str, RecipeConfig]:
-        return configs_under(self.config)
+        return all_under(self.config)
 
     def evaluation(self, model: str, protocol: str = "") -> PlannedStage | None:
         """The stage that measures a model under a protocol file, or under the recipe's own without
         one. Protocols with the same measurement share a stage. None: there is none."""
         found = [s for s in self.stages if s.kind == "evaluate" and s.model == model]
         own = [s for s in found if s.protocol == protocol]
-        if own or protocol not in self._under:
+        if own or protocol not in configs_under(self.config):
             return next(iter(own), None)
         wanted = _measuring(self._under[protocol])
         return next((s for s in found if _measuring(self.config_of(s)) == wanted), None)

@@ -16,6 +16,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import identity_values, stage_fingerprint
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.kinds.serving import JUDGE_WEIGHTS
+from refiner_core.contract.monitoring import monitor_identity
 from refiner_core.contract.planned import (
     HEALTH_CHECKS_OF,
     HUB_DIGEST,
@@ -26,7 +27,7 @@ from refiner_core.contract.planned import (
     SHIPPED_OR_FILE,
     PlannedStage,
 )
-from refiner_core.contract.protocols import AT, configs_under, under
+from refiner_core.contract.protocols import AT, all_under, configs_under, golds_under, under
 from refiner_core.contract.services import (
     JUDGE_SERVICE,
     asks_judge,
@@ -39,17 +40,19 @@ from refiner_core.contract.services import (
 class PlanBuilder:
     """Adds stages one by one; each sees the fingerprints of those before it.
 
-    ``under`` has the configuration and the sources of each protocol file (empty name: the recipe's
-    own). No stage under a protocol file depends on the run's seed. ``memo`` caches stages by all
-    their inputs: plans of one sweep share most of them.
+    ``under`` has the configuration and the sources of each protocol file, those of the monitor
+    included (empty name: the recipe's own). No stage under a protocol file depends on the run's
+    seed. ``memo`` caches stages by all their inputs: plans of one sweep share most of them.
     """
 
     def __init__(
         self, config: RecipeConfig, sources: Mapping[str, str], memo: dict[Hashable, PlannedStage]
     ) -> None:
-        self.config, self._memo = config, memo
+        self.config, self._memo, self._sources = config, memo, sources
         self.under = {"": (config, own_sources(sources))}
-        for name, measured in configs_under(config).items():
+        self._protocols = ("", *configs_under(config))
+        self._golds = tuple(golds_under(config))
+        for name, measured in all_under(config).items():
             self.under[name] = (measured, sources_under(sources, name, measured))
         self.stages: dict[str, PlannedStage] = {}
         self._evaluations: dict[str, str] = {}
@@ -63,8 +66,7 @@ class PlanBuilder:
 
     def _put(self, stage: PlannedStage) -> None:
         """Add a stage, with its judge's server before the first stage that uses it."""
-        server = self._server(stage.kind, stage.protocol)
-        if server is not None:
+        for server in self._servers_of(stage.kind, stage.protocol):
             self.stages.setdefault(server.name, server)
         self.stages[stage.name] = stage
 
@@ -85,8 +87,7 @@ class PlanBuilder:
         section = getattr(config, of_kind.section)
         wanted = {k: sources[k] for k in needed if k in sources}
         fingerprints = {role: self.stages[n].fingerprint for role, n in inputs.items()}
-        server = self._server(kind, protocol)
-        after = (*after, server.name) if server is not None else after
+        after = (*after, *(server.name for server in self._servers_of(kind, protocol)))
         after = ("fetch", *after) if self._hub_sources(kind, protocol, wanted) else after
 
         texts = (name, protocol, model, after, *inputs.items(), *at_step.items(), *wanted.items())
@@ -97,6 +98,8 @@ class PlanBuilder:
             return known
         identity = stage_values(config, sources, fields, name == "publish-best")
         identity |= {f"{role}.step": step for role, step in at_step.items()}
+        if kind == "grpo":
+            identity |= monitor_identity(config, self._sources)
         version = of_kind.version_for(agents=bool(config.environment.name))
         made = self._memo[made_of] = PlannedStage(
             name=name,
@@ -120,7 +123,7 @@ class PlanBuilder:
         """Add an evaluation under each protocol: role (``evaluation-grpo-step50``) -> name; none
         if another protocol measures the same."""
         found = {}
-        for protocol in self.under:
+        for protocol in self._protocols:
             inputs = {"data": self._add_data(protocol)} | ({"weights": weights} if weights else {})
             name = under(f"evaluate-{model}", protocol)
             stage = self._stage(name, "evaluate", inputs, protocol=protocol, model=model)
@@ -139,6 +142,12 @@ class PlanBuilder:
         stage = self._stage(name, "data", {}, protocol=protocol)
         same = (s.name for s in self.stages.values() if s.id == stage.id)
         return next(same, None) or self.add(name, "data", {}, protocol=protocol)
+
+    def _servers_of(self, kind: str, protocol: str) -> list[PlannedStage]:
+        """The servers of a stage's judges; GRPO has those of its monitor, too."""
+        asked = (protocol, *(self._golds if kind == "grpo" else ()))
+        found = {s.id: s for name in asked if (s := self._server(kind, name)) is not None}
+        return list(found.values())
 
     def _server(self, kind: str, protocol: str) -> PlannedStage | None:
         """The server of a stage's judge, if it is a job of its own."""
@@ -206,6 +215,7 @@ def stage_values(
         and NAMED_BY_SOURCE.get(path) not in sources
         and not (SHIPPED_OR_FILE.get(path) in sources and "/" in str(value))
         and (".health." not in path or _decides_updates(config, path))
+        and not path.startswith("monitor.")  # see monitor_identity
     }
 
 

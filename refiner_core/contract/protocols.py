@@ -20,7 +20,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -60,6 +60,8 @@ _OF_EVALUATE = (
 _WHOLE = ("reward", "judge")
 _USER = "evaluate.user."
 _KINDS = dict(walk(RecipeConfig))
+#: Fields that name protocol files; a configuration holds their contents.
+PROTOCOL_FIELDS = ("evaluate.protocols", "monitor.gold")
 #: Fields that a protocol may fix, in the recipe's order.
 FIELDS: tuple[str, ...] = tuple(
     path
@@ -166,7 +168,7 @@ def parse_protocol(text: str) -> ProtocolFile:
         values = None
     if not isinstance(values, dict):
         raise ConfigurationError(
-            f"`evaluate.protocols` has {text!r:.80}, which is not a protocol that was read.",
+            f"{text!r:.80} is not a protocol that was read.",
             expected="the name of a shipped protocol (`refiner list protocols`) or a YAML file, "
             "given in a recipe or on the command line, where it is read",
             fix="name it there",
@@ -222,12 +224,23 @@ def protocols_of(config: RecipeConfig) -> dict[str, ProtocolFile]:
     ConfigurationError
         Two have the same name; or as in :func:`parse_protocol`.
     """
+    return _named("evaluate.protocols", config.evaluate.protocols)
+
+
+def gold_protocols(config: RecipeConfig) -> dict[str, ProtocolFile]:
+    """The protocol files of the monitor by name, in order; none if it is off. Errors as in
+    :func:`protocols_of`."""
+    on = config.monitor.every and "grpo" in config.stages
+    return _named("monitor.gold", config.monitor.gold) if on else {}
+
+
+def _named(field: str, texts: Sequence[str]) -> dict[str, ProtocolFile]:
     found: dict[str, ProtocolFile] = {}
-    for text in config.evaluate.protocols:
+    for text in texts:
         protocol = parse_protocol(text)
         if protocol.name in found:
             raise ConfigurationError(
-                f"`evaluate.protocols` names {protocol.name} twice.",
+                f"`{field}` names {protocol.name} twice.",
                 expected="each protocol once, and names of their own for those that differ",
                 fix="drop one of them, or change `name:` in one of the files",
             )
@@ -238,6 +251,16 @@ def protocols_of(config: RecipeConfig) -> dict[str, ProtocolFile]:
 def configs_under(config: RecipeConfig) -> dict[str, RecipeConfig]:
     """The configuration under each of its protocol files, by name."""
     return {name: protocol.over(config) for name, protocol in protocols_of(config).items()}
+
+
+def golds_under(config: RecipeConfig) -> dict[str, RecipeConfig]:
+    """The configuration under each protocol file of the monitor, by name."""
+    return {name: protocol.over(config) for name, protocol in gold_protocols(config).items()}
+
+
+def all_under(config: RecipeConfig) -> dict[str, RecipeConfig]:
+    """Both, by name. A file in both fields is one."""
+    return golds_under(config) | configs_under(config)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,12 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.files import yaml_fields, yaml_node
 from refiner_core.contract.marks import is_section
-from refiner_core.contract.protocols import ProtocolFile, parse_protocol, protocol_of
+from refiner_core.contract.protocols import (
+    PROTOCOL_FIELDS,
+    ProtocolFile,
+    parse_protocol,
+    protocol_of,
+)
 from refiner_core.contract.shipped import find_file, shipped_files
 
 #: Fields that name a file or folder, or something shipped. A relative path is searched in the
@@ -113,17 +118,28 @@ def description_of(path: Path) -> str:
     return " ".join(str(_fields(path).get("description") or "").split())
 
 
+#: Files of rows, by their ends.
+_LABELS = (".jsonl", ".csv", ".tsv", ".parquet")
+
+
 def embedded(value: Any, folder: Path) -> str:
-    """One element of ``evaluate.protocols`` as JSON text; ``value`` is a name, a path, or the
+    """One element of a field with protocols as JSON text; ``value`` is a name, a path, or the
     content of such a file, as a mapping or as JSON."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         return parse_protocol(value).text
+    if isinstance(value, str) and value.endswith(_LABELS):
+        raise ConfigurationError(
+            f"{value} is a file of rows, not a protocol. Labels belong to the answers that people "
+            "have read; a model in training writes new ones at each look.",
+            expected="something that can score new answers: a protocol with a judge",
+            fix="name a protocol file, such as held-out-judge-v1",
+        )
     if isinstance(value, str):
         return load_protocol(value, folder).text
     if isinstance(value, dict):
         return _settled_protocol(value, folder, "").text
     raise ConfigurationError(
-        f"`evaluate.protocols` has {value!r}.",
+        f"{value!r} is no protocol.",
         expected="names of shipped protocols, or YAML files",
         fix="write e.g. evaluate.protocols='[held-out-greedy-v1]'",
     )
@@ -272,17 +288,20 @@ def settled(node: Any, folder: Path) -> Any:
     """``node`` with whole paths of files (a job works in another folder), with JSON fields as text,
     and with the contents of protocol files."""
     settled_files(node, folder)
-    _embed_protocols(node.get("evaluate"), folder)
+    for field in PROTOCOL_FIELDS:
+        _embed_protocols(node, field, folder)
     return node
 
 
-def _embed_protocols(evaluate: Any, folder: Path) -> None:
+def _embed_protocols(node: Any, field: str, folder: Path) -> None:
     """Replace names of protocol files by their contents."""
     from omegaconf import OmegaConf
 
-    if not OmegaConf.is_dict(evaluate) or OmegaConf.is_interpolation(evaluate, "protocols"):
+    name, _, leaf = field.rpartition(".")
+    section = node.get(name)
+    if not OmegaConf.is_dict(section) or OmegaConf.is_interpolation(section, leaf):
         return
-    named = evaluate.get("protocols")
+    named = section.get(leaf)
     if OmegaConf.is_list(named):
         values: Any = OmegaConf.to_container(named, resolve=False)
-        evaluate["protocols"] = [embedded(value, folder) for value in values]
+        section[leaf] = [embedded(value, folder) for value in values]

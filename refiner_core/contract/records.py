@@ -45,6 +45,7 @@ FailureClass = Literal[
     "hub_refused",  # token, permission, name, storage
     "not_finite",  # NaN or Inf
     "unhealthy",  # stopped by a health check of the recipe
+    "monitor_pause",  # paused by the monitor of GRPO, for a person to look
     "bad_configuration",
     "bad_data",
     "unsupported",

@@ -376,6 +376,10 @@ class StageIO(Protocol):
     def room_again(self, error: NoSpaceError) -> bool:
         """Wait a while for space after a write that did not fit. True: try it again."""
 
+    def keep_checkpoints(self, steps: Sequence[int]) -> list[SavedCheckpoint]:
+        """Keep the checkpoints of these steps, existing or to come, beside the newest ones, and
+        release those of an earlier call. Returns the complete ones, in order."""
+
     def progress(self, progress: Progress) -> None:
         """Report the stage's progress. Cheap; call it every step and within long ones."""
 
@@ -384,6 +388,9 @@ class StageIO(Protocol):
 
 
 # ---------------------------------------------------------------- prepared rows
+
+#: Mode of rows whose answers are the answer block and nothing else.
+ANSWER_ONLY = "answer_only"
 
 
 @dataclass(frozen=True)
@@ -400,7 +407,7 @@ class PromptRow:
     prompt_text: str
     prompt_ids: tuple[int, ...]
     rubrics: str
-    refiner_mode: str = "answer_only"
+    refiner_mode: str = ANSWER_ONLY
     truth: Mapping[str, Any] | None = None
 
 

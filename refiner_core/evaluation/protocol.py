@@ -29,7 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from refiner_core.contract.config import EnvironmentConfig, JudgeConfig, RecipeConfig, RewardConfig
+from refiner_core.contract.config import (
+    EnvironmentConfig,
+    JudgeConfig,
+    PenaltiesConfig,
+    RecipeConfig,
+    RewardConfig,
+)
 from refiner_core.contract.fingerprint import canonical_json, digest
 from refiner_core.contract.records import picked
 from refiner_core.contract.types import PromptRow, SamplingParams
@@ -94,6 +100,8 @@ class Protocol:
             return dataclasses.replace(self, reward={k: list(v) for k, v in weights.items()})
         values = dataclasses.asdict(config.reward)
         values = {name: value for name, value in values.items() if name not in _RUBRIC_FIELDS}
+        if config.reward.penalties == PenaltiesConfig():
+            del values["penalties"]  # as in protocols from before there were any
         return dataclasses.replace(self, reward=values)
 
     def as_json(self) -> dict[str, Any]:

@@ -43,9 +43,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from refiner_core.answers import parse_evidence
 from refiner_core.batches import BatchWork
-from refiner_core.contract.config import RecipeConfig, RewardConfig
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.files import replacing
 from refiner_core.contract.fingerprint import derive_seed
@@ -86,8 +85,7 @@ from refiner_core.rejection.attempts import (
     writing_attempts,
 )
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
-from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
-from refiner_core.rubrics import select_rubrics
+from refiner_core.rewards.compute import highest_reward
 from refiner_core.samples import (
     OpenServers,
     PlannedSample,
@@ -274,24 +272,6 @@ def batches_of(config: RecipeConfig, prompts: Sequence[PromptRow]) -> list[list[
         ]
         for first in range(0, len(prompts), size)
     ]
-
-
-def highest_reward(prompt: PromptRow, reward: RewardConfig) -> float:
-    """The highest reward of a prompt: every positive rubric met and no negative one, every claim
-    well cited if there is evidence, and no error of form."""
-    ideal = [
-        (rubric, 0.0 if rubric.polarity == "negative" else 1.0)
-        for rubric in select_rubrics(prompt.rubrics, reward=reward)
-    ]
-    judged = aggregate_rubrics(ideal, reward.rubric_aggregation)
-    components = {
-        "rubric": judged or 0.0,
-        "no_rubrics": float(judged is None),
-        "citation": float(bool(parse_evidence(prompt.prompt_text))),
-        "format_bonus": 1.0,
-    }
-    best = {term.name: 1.0 for term in reward_terms(components, reward)}
-    return total_reward({**best, **components}, reward, stopped=True)
 
 
 def _answer_flaw(attempt: RejectionAttempt, result: RewardResult, highest: float) -> Flaw:

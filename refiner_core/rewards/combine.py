@@ -50,11 +50,14 @@ from refiner_core.answers import (
 )
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError
-from refiner_core.contract.types import Judgement, JudgeRequest
+from refiner_core.contract.types import ANSWER_ONLY, Judgement, JudgeRequest
+from refiner_core.rewards.penalties import prices_of
 from refiner_core.rubrics import Rubric
 
 F1_SHARE = 0.6
 FORMAT_SHARE = 0.4
+#: A score that is left by rounding when penalties take all of it.
+_ROUNDING = 1e-12
 CITATION_PARTS = (
     *("citation", "citation_precision", "citation_recall"),
     *("citation_f1", "citation_format"),
@@ -162,9 +165,6 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-ANSWER_ONLY = "answer_only"
-
-
 def aggregate_rubrics(
     scores: Sequence[tuple[Rubric, float]], aggregation: str = "weighted_mean"
 ) -> float | None:
@@ -232,7 +232,8 @@ def reward_terms(components: Mapping[str, float | None], reward: RewardConfig) -
 
     ``(1-w) rubric + w citation``, or ``rubric + w citation`` if additive; w is 0 with the citation
     reward off. A gate multiplies the rubric term by the format bonus. Without rubrics the score is
-    the citation term alone, and 0 if that is off.
+    the citation term alone, and 0 if that is off. Penalties (``reward.penalties``) are subtracted;
+    a gate keeps them from taking more than the score.
 
     A new term needs an entry here (if it has weight: older rollouts lack the component), a
     component in :mod:`refiner_core.rewards.compute` and a weight in :class:`RewardConfig`. Totals,
@@ -247,7 +248,19 @@ def reward_terms(components: Mapping[str, float | None], reward: RewardConfig) -
     elif reward.gate_judge_score_with_format_bonus:
         bonus = components.get("format_bonus")
         gate = math.nan if bonus is None else bonus
-    return [Term("rubric", kept, gate), Term("citation", weight)]
+    terms = [Term("rubric", kept, gate), Term("citation", weight)]
+    prices = prices_of(reward.penalties)
+    return [*terms, *_penalty_terms(terms, components, prices)] if prices else terms
+
+
+def _penalty_terms(
+    terms: Sequence[Term], components: Mapping[str, float | None], prices: Mapping[str, float]
+) -> list[Term]:
+    known = {name: math.nan if (v := components.get(name)) is None else v for name in components}
+    score = sum(t.weight * (known.get(t.name, math.nan) * t.gate) for t in terms)
+    due = sum(price * known.get(name, math.nan) for name, price in prices.items())
+    paid = 1.0 if due <= score else max(score, 0.0) / due if due > 0 else 0.0
+    return [Term(name, -price, paid) for name, price in prices.items()]
 
 
 def total_reward(
@@ -257,8 +270,9 @@ def total_reward(
     :func:`reward_terms`; ``non_stop_penalty`` replaces it if the completion did not stop.
 
     For a stored rollout under its original configuration, this is its own total to the last bit,
-    without any judgement. Every field of the total may change, except ``rubric_aggregation``: the
-    rubric term is used as stored; for another aggregation judge again from the store.
+    without any judgement. Every field of the total may change, except ``rubric_aggregation`` and
+    prices that were 0 (``penalties``): the rubric term and the measures are used as stored; for
+    others judge again from the store.
 
     Parameters
     ----------
@@ -289,4 +303,6 @@ def total_reward(
     if reward.non_stop_penalty and not stopped:
         return reward.non_stop_penalty_value
     score = sum((t.weight * (known[t.name] * t.gate) for t in terms), 0.0)
+    if prices_of(reward.penalties) and abs(score) < _ROUNDING:
+        score = 0.0
     return reward.verification_reward * score

@@ -47,9 +47,11 @@ from refiner_core.rewards.combine import (
     format_bonus,
     format_valid,
     plan_citations,
+    reward_terms,
     score_citations,
     total_reward,
 )
+from refiner_core.rewards.penalties import penalty_measures
 from refiner_core.rubrics import Rubric, select_rubrics
 
 _REASONS_SHOWN = 3
@@ -142,19 +144,20 @@ class _Plan:
 
 
 def compute_rewards(
-    items: Sequence[RewardInput], reward: RewardConfig, judge: Judge
+    items: Sequence[RewardInput], reward: RewardConfig, judge: Judge, *, totals_only: bool = False
 ) -> list[RewardResult]:
     """Reward a complete batch. All questions go to the judge in one call.
 
     Citations are judged and logged even if the citation reward is off or has weight 0, so that
-    arms with and without it can be compared.
+    arms with and without it can be compared; with ``totals_only`` they are judged only if the total
+    needs them.
 
     Components of a scored or malformed result, each a float: ``rubric`` (before the gate; 0 without
     rubrics), ``citation`` and its ``citation_precision``, ``citation_recall``, ``citation_f1``,
     ``citation_format``, ``citation_applicable`` (the prompt has evidence), ``claims`` (cited spans
     and plain text), ``uncited`` (those without an id), ``format_bonus``, ``format_valid``,
-    ``no_rubrics`` (the judge term does not exist), ``total``. An unscored result has those that
-    need no judge.
+    ``no_rubrics`` (the judge term does not exist), ``penalty_…`` (measures with a price),
+    ``total``. An unscored result has those that need no judge.
 
     Raises
     ------
@@ -163,7 +166,7 @@ def compute_rewards(
     ConfigurationError
         The static rubric set cannot be loaded.
     """
-    stream = RewardStream(reward, judge)
+    stream = RewardStream(reward, judge, totals_only=totals_only)
     for place, item in enumerate(items):
         stream.add(place, item, ask=False)
     return stream.results()
@@ -181,8 +184,17 @@ class RewardStream:
         Those of :func:`compute_rewards`.
     """
 
-    def __init__(self, reward: RewardConfig, judge: Judge, *, patient: bool = False) -> None:
+    def __init__(
+        self,
+        reward: RewardConfig,
+        judge: Judge,
+        *,
+        patient: bool = False,
+        totals_only: bool = False,
+    ) -> None:
         self._reward, self._judge, self._patient = reward, judge, patient
+        pays = reward.apply_paper_citation_reward and reward.paper_citation_weight > 0
+        self._cites = pays or reward.penalties.unsupported > 0 or not totals_only
         self._streaming = judge if isinstance(judge, StreamingJudge) else None
         self._evidence_of = functools.cache(parse_evidence)
         self._rubrics_of = functools.cache(functools.partial(select_rubrics, reward=reward))
@@ -215,7 +227,8 @@ class RewardStream:
             raise DataError(
                 f"Row {row}: {error.what}", expected=error.expected, fix=error.fix
             ) from error
-        self._plans[place] = _plan(item, self._evidence_of(item.prompt.prompt_text), rubrics)
+        evidence = self._evidence_of(item.prompt.prompt_text)
+        self._plans[place] = _plan(item, evidence, rubrics, cites=self._cites)
         requests = self._requests([place])
         if self._streaming is None or not ask:
             self._new.append(place)
@@ -273,13 +286,15 @@ class RewardStream:
         return {p: [_checked(next(rest)) for _ in self._plans[p].requests] for p in places}
 
 
-def _plan(item: RewardInput, evidence: ParsedEvidence, rubrics: tuple[Rubric, ...]) -> _Plan:
+def _plan(
+    item: RewardInput, evidence: ParsedEvidence, rubrics: tuple[Rubric, ...], *, cites: bool
+) -> _Plan:
     answer = parse_answer(item.text, evidence.texts)
     question = item.prompt.question
     asked: tuple[JudgeRequest, ...] = ()
     if not answer.malformed and answer.body is not None:
         asked = tuple(JudgeRequest("rubric", question, answer.body, r.description) for r in rubrics)
-    citations = tuple(plan_citations(answer, evidence, question))
+    citations = tuple(plan_citations(answer, evidence, question)) if cites else ()
     return _Plan(item, answer, evidence, rubrics, asked, citations)
 
 
@@ -306,8 +321,31 @@ def _result(plan: _Plan, judgements: Sequence[Judgement], reward: RewardConfig) 
     asked = list(zip(plan.citation_questions, on_citations, strict=True))
     components |= {"rubric": judged or 0.0, "total": 0.0}
     components |= score_citations(plan.answer, plan.evidence, asked)
+    components |= penalty_measures(
+        *(reward.penalties, plan.answer, plan.item.text, plan.evidence),
+        plan.item.prompt.refiner_mode,
+        [j.score or 0.0 for q, j in asked if q.request.kind == "citation_recall"],
+    )
     total = components["total"] = total_reward(components, reward, plan.item.stopped)
     return RewardResult("malformed" if malformed else "scored", total, components, details)
+
+
+def highest_reward(prompt: PromptRow, reward: RewardConfig) -> float:
+    """The highest reward of a prompt: every positive rubric met and no negative one, every claim
+    well cited if there is evidence, and no error of form."""
+    ideal = [
+        (rubric, 0.0 if rubric.polarity == "negative" else 1.0)
+        for rubric in select_rubrics(prompt.rubrics, reward)
+    ]
+    judged = aggregate_rubrics(ideal, reward.rubric_aggregation)
+    components = {
+        "rubric": judged or 0.0,
+        "no_rubrics": float(judged is None),
+        "citation": float(bool(parse_evidence(prompt.prompt_text))),
+        "format_bonus": 1.0,
+    }
+    best = {t.name: float(t.weight >= 0) for t in reward_terms(components, reward)}
+    return total_reward({**best, **components}, reward, stopped=True)
 
 
 def _format_components(plan: _Plan) -> dict[str, float]:

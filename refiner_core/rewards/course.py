@@ -23,7 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from refiner_core.answers import compared, parse_answer, parse_evidence
+from refiner_core.answers import (
+    ParsedAnswer,
+    ParsedEvidence,
+    compared,
+    parse_answer,
+    parse_evidence,
+)
 
 _RUN = 5
 
@@ -44,39 +50,53 @@ def course_of_quality(
     """
     if not answers:
         return {}
-    known = {prompt: _sources(prompt) for prompt in dict.fromkeys(prompts)}
-    rows = [_of_answer(a, known[prompt]) for prompt, a in zip(prompts, answers, strict=True)]
+    known = {p: in_one(compared_sources(parse_evidence(p))) for p in dict.fromkeys(prompts)}
+    pairs = zip(prompts, answers, strict=True)
+    rows = [measures_of(parse_answer(text), text, known[prompt]) for prompt, text in pairs]
     found = {
         f"quality/{name}": sum(row[name] for row in rows) / len(rows) for name in sorted(rows[0])
     }
     return found | _of_judgements(prompts, judgements)
 
 
-def _sources(prompt: str) -> str:
-    """All evidence of a prompt, in a form to compare."""
-    texts = parse_evidence(prompt).texts
-    return f" {' '.join(compared(texts[name]) for name in texts)} "
+def compared_sources(evidence: ParsedEvidence) -> list[str]:
+    """The texts of all evidence in a form to compare."""
+    return [compared(evidence.texts[name]) for name in evidence.texts]
 
 
-def _of_answer(text: str, sources: str) -> dict[str, float]:
-    answer = parse_answer(text)
+def in_one(texts: Iterable[str]) -> str:
+    """Compared texts as one, in which :func:`copied_words` finds whole words."""
+    return f" {' '.join(texts)} "
+
+
+def measures_of(answer: ParsedAnswer, text: str, sources: str) -> dict[str, float]:
+    """What one answer looks like: metrics by their name without ``quality/``.
+
+    Parameters
+    ----------
+    text
+        The answer as sampled.
+    sources
+        All evidence of its prompt (:func:`in_one`).
+    """
     claims = [compared(claim.text) for claim in answer.claims]
     body = answer.body if answer.body is not None else ""
-    copied = [_copied(claim, sources) for claim in claims]
+    copied = [copied_words(claim, sources) for claim in claims]
     words = sum(len(claim.split()) for claim in claims)
     outside = len(text.strip()) - len(body) - len("<answer></answer>")
     return {
         "claims": float(len(set(claims))),
-        "repeated_share": _share(len(claims) - len(set(claims)), len(claims)),
-        "cited_share": _share(sum(claim.well_formed for claim in answer.claims), len(claims)),
-        "copied_share": _share(sum(copied), words),
-        "outside_share": _share(max(0, outside) if answer.single_block else len(text), len(text)),
+        "repeated_share": share(len(claims) - len(set(claims)), len(claims)),
+        "cited_share": share(sum(claim.well_formed for claim in answer.claims), len(claims)),
+        "copied_share": share(sum(copied), words),
+        "outside_share": share(max(0, outside) if answer.single_block else len(text), len(text)),
     }
 
 
-def _copied(claim: str, sources: str) -> int:
-    """Words of a claim that stand in a run of words of the sources."""
-    words, size = claim.split(), min(_RUN, len(claim.split()))
+def copied_words(text: str, sources: str) -> int:
+    """Number of words of a compared text in a run of words that the sources have, too."""
+    words = text.split()
+    size = min(_RUN, len(words))
     inside = [False] * len(words)
     for start in range(len(words) - size + 1 if words else 0):
         if f" {' '.join(words[start : start + size])} " in sources:
@@ -105,5 +125,6 @@ def _of_judgements(
     }
 
 
-def _share(part: float, whole: float) -> float:
+def share(part: float, whole: float) -> float:
+    """A quotient; 0 of nothing."""
     return part / whole if whole else 0.0

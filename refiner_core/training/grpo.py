@@ -29,7 +29,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import EnvironmentOutage, HealthStop, Interrupted, JudgeOutage
+from refiner_core.contract.errors import (
+    EnvironmentOutage,
+    HealthStop,
+    Interrupted,
+    JudgeOutage,
+    WorkspaceError,
+)
+from refiner_core.contract.monitoring import monitors
 from refiner_core.contract.placement import refuse_unsupported
 from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, PromptRow, StageIO
 from refiner_core.data.prepared import load_prompts
@@ -43,6 +50,7 @@ from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.export import progress_report
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
+from refiner_core.training.monitor import Gold, GoldMonitor
 from refiner_core.training.ranks import Ranks, RanksIO, on_all, on_first
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT, PendingBatch, Pipeline
 from refiner_core.training.rollouts.policies import CopyPolicy, OpenServers, Policy, ServedPolicy
@@ -58,7 +66,7 @@ from refiner_core.training.updates import GrpoUpdate
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment
 
-TRAIN_FILE = "rl_train.parquet"
+TRAIN_FILE, TEST_FILE = "rl_train.parquet", "rl_test.parquet"
 #: Metrics whose curves the report keeps.
 CURVES = ("scores", "objective/kl3_avg", "val/sequence_lengths", "val/stop_rate")
 #: Counts whose sums the report keeps.
@@ -86,6 +94,7 @@ def train_grpo(
     ranks: Ranks | None = None,
     open_servers: OpenServers | None = None,
     environment: Environment | None = None,
+    golds: Sequence[Gold] = (),
 ) -> dict[str, Any]:
     """Train on rewards; resumes from ``io.latest_checkpoint()`` if there is one.
 
@@ -113,12 +122,15 @@ def train_grpo(
         are servers on several nodes.
     environment
         For tests; default: the recipe's, opened on every rank that samples.
+    golds
+        Gold judges of the monitor; none on ranks other than 0.
 
     Returns
     -------
     dict
         ``steps``, ``episodes``, ``tokens`` (sampled), ``counts`` and ``curves``; with a judge that
-        counts, ``judge``: its usage in the steps that led here, without abandoned steps.
+        counts, ``judge``: its usage in the steps that led here, without abandoned steps; with a
+        monitor, ``monitor``: its series.
 
     Raises
     ------
@@ -132,6 +144,8 @@ def train_grpo(
         the step is saved.
     StageFailed
         A loss or gradient is not finite, or a health check with policy `stop` fired.
+    MonitorPause
+        The monitor raised its alarm, with the action `pause`; the state is saved.
     UnsupportedError
         See :func:`refiner_core.contract.placement.refuse_unsupported`.
     """
@@ -155,8 +169,13 @@ def train_grpo(
         update = GrpoUpdate(engine, reference, config.grpo, config.seed, longest=turn_task.longest)
         run = _GrpoRun(config, prompts, update, policy, RanksIO(io, ranks), judge, turn_task)
         stack.callback(run.rollouts.close)
+        if monitors(config):
+            held_out = load_prompts(data_dir / TEST_FILE)
+            series = run.progress.setdefault("monitor", {})
+            run.monitor = GoldMonitor(config, held_out, run.rollouts, ranks, judge, golds, series)
         with run.checkpoints:
             run.train()
+        run.take_best()
         steps = config.grpo.num_training_steps
         run.io.progress(Progress(steps, steps, "export"))
         engine.export(output_dir / "model")
@@ -224,6 +243,7 @@ class _GrpoRun:
         self.prompts, self.update, self.engine = prompts, update, update.engine
         self.io, self.ranks, self.health = io, io.ranks, update.health
         self.step = 0
+        self.monitor: GoldMonitor | None = None
         self.batch: RolloutBatch | None = None  # of the current step; rank 0 only
         self.rollouts = Pipeline(
             *(config, prompts, self.engine, policy, turn_task),
@@ -254,7 +274,10 @@ class _GrpoRun:
     def train(self) -> None:
         """Run all remaining steps."""
         self._stop_if_requested(self.progress["step"])
+        self._look(self.progress["step"], {})
         for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
+            if self._stopped():
+                break
             self.step, clock, usage = step, StepTimer(), judge_meter(self.judge)
             self.update.moved = 0
             self.health.begin(step)
@@ -270,16 +293,20 @@ class _GrpoRun:
             metrics.update(self.checkpoints.metrics())
             if self.batch is not None:
                 self.io.save_rollouts(step, self.turn_task.rows(step, self.batch))
-            self.io.log_metrics(step, metrics)
+            self._look(step, metrics)
+            if self._stopped():
+                break
             shown = {name: metrics[name] for name in ("scores",) if name in metrics}
             self.checkpoints.after(step, self.progress, shown, partial(self._in_flight, step))
 
     def report(self) -> dict[str, Any]:
         """The report, computed from the progress alone: equal with or without interruptions."""
+        monitored = {} if self.monitor is None else self.monitor.report()
         return {
             **progress_report(self.progress),
             "prompts": len(self.prompts),
             **self.turn_task.report(),
+            **monitored,
         }
 
     # ------------------------------------------------------------ one step
@@ -354,6 +381,51 @@ class _GrpoRun:
             progress["curves"][name].append(value if math.isfinite(value) else None)
         metrics.update(training_step=step, episode=progress["episode"], epoch=progress["epoch"])
         self.rollouts.done(step)
+
+    # ------------------------------------------------------------ monitor
+
+    def _stopped(self) -> bool:
+        return self.monitor is not None and self.monitor.stopped
+
+    def _look(self, step: int, metrics: dict[str, float]) -> None:
+        """Log a step, with the monitor's look at its weights if it is due, and act on an alarm."""
+        monitor, attachments = self.monitor, partial(self._in_flight, step, judged=False)
+        try:
+            if monitor is not None and monitor.due(step):
+                metrics.update(monitor.look(step))
+                self.io.keep_checkpoints(monitor.kept)
+                self.checkpoints.also = monitor.state["best"]
+        except (JudgeOutage, Interrupted):
+            self._log(step, metrics)
+            self.checkpoints.save(step, self.progress, attachments)
+            raise
+        self._log(step, metrics)
+        # A pause that is in no checkpoint would be repeated.
+        if monitor is None or not (monitor.stopped or monitor.pauses(step)):
+            return
+        if monitor.stopped or step > self.checkpoints.saved_step:
+            monitor.state["handled"] = True
+            self.checkpoints.save(step, self.progress, attachments)
+            monitor.act(step)
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        if step and metrics:
+            self.io.log_metrics(step, metrics)
+
+    def take_best(self) -> None:
+        """After a stop by the monitor, load the weights that gold liked best."""
+        if self.monitor is None or not self.monitor.stopped:
+            return
+        best, now = self.monitor.state["best"], self.progress["step"]
+        if best != now:
+            kept = self.io.keep_checkpoints([best])
+            if not kept:
+                raise WorkspaceError(
+                    f"The checkpoint of step {best}, which gold liked best, is gone",
+                    expected="the checkpoint that the monitor keeps",
+                    fix="remove the stage to train it again",
+                )
+            self.engine.restore(kept[0].path)
 
     # ------------------------------------------------------------ checkpoints
 

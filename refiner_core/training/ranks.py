@@ -357,7 +357,7 @@ def portable(error: BaseException) -> BaseException:
 
 #: Calls of a StageIO that rank 0 makes alone, and those that all make together.
 _TOLD = ("log_metrics", "save_rollouts")
-_DECIDED = ("latest_checkpoint", "pass_over", "should_stop", "room_again")
+_DECIDED = ("latest_checkpoint", "pass_over", "keep_checkpoints", "should_stop", "room_again")
 
 
 class RanksIO:
@@ -365,7 +365,8 @@ class RanksIO:
 
     Metrics, rollouts and progress are written by rank 0 alone and cost the others nothing. Calls
     whose answer decides something (``latest_checkpoint``, ``pass_over``, ``should_stop``,
-    ``new_checkpoint``, ``room_again``) are made by all ranks together and return the same answer.
+    ``keep_checkpoints``, ``new_checkpoint``, ``room_again``) are made by all ranks together and
+    return the same answer.
     """
 
     def __init__(self, io: StageIO | None, ranks: Ranks) -> None:

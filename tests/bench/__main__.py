@@ -41,6 +41,7 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 180, 48
 
 #: Pairs with a module of their own, which takes the remaining arguments and returns an exit status.
 BENCHES = (
+    "attacks",
     "checkpoint_stall",
     "episodes",
     "failures",
@@ -50,6 +51,7 @@ BENCHES = (
     "many_runs",
     "many_samples",
     "memory",
+    "monitor",
     "startup",
     "sweeps",
     "trainer",

@@ -42,7 +42,7 @@ LAYERS: Mapping[str, Sequence[str]] = {
     ),
     "refiner_core.training": (
         *("pulse", "ranks", "batches", "equality", "model", "engines", "steps", "export"),
-        *("rollouts", "updates", "sft", "grpo"),
+        *("rollouts", "updates", "sft", "monitor", "grpo"),
     ),
     "infra": (
         *(

@@ -36,7 +36,7 @@ class FolderStageIO:
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         rows = self.metrics()
-        assert not rows or rows[-1]["step"] < step, "steps only grow"
+        assert not rows or rows[-1]["step"] <= step, "steps only grow"
         with self._metrics_path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
@@ -63,6 +63,11 @@ class FolderStageIO:
             part.rename(self._checkpoint(step))
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+    def keep_checkpoints(self, steps: Sequence[int]) -> list[SavedCheckpoint]:
+        self.kept = tuple(steps)
+        found = [s for s in self.checkpoint_steps() if s in steps]
+        return [SavedCheckpoint(step, self._checkpoint(step)) for step in found]
 
     def room_again(self, error: NoSpaceError) -> bool:
         return False

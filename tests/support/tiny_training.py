@@ -319,6 +319,7 @@ class TrainRun:
         self.judge: Any = NoJudge()
         self.rewards: Any = count_low_words
         self.open_servers: Any = None
+        self.golds: Any = ()
 
     def __call__(self, name: str = "", **grpo: Any) -> dict[str, Any]:
         """Train; with a name into another folder; keyword arguments change the ``grpo`` section."""
@@ -336,7 +337,7 @@ class TrainRun:
         if self.kind == "sft":
             return train_sft(self.config, **where)
         config = replace(self.config, grpo=replace(self.config.grpo, **grpo))
-        where |= {"judge": self.judge, "open_servers": self.open_servers}
+        where |= {"judge": self.judge, "open_servers": self.open_servers, "golds": self.golds}
         with following(self.sampler):
             return train_rewarded(self.rewards, config, **where, generator=self.sampler)
 

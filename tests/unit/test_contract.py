@@ -25,6 +25,7 @@ from refiner_core.contract.fingerprint import (
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.marks import FieldInfo, walk
 from refiner_core.contract.plan import make_plan
+from refiner_core.contract.protocols import parse_protocol
 
 FIELDS = dict(walk(RecipeConfig))
 IDENTITY = [p for p, info in FIELDS.items() if info.mark == "identity"]
@@ -82,6 +83,8 @@ def config_with(path: str) -> RecipeConfig:
         policies = {p: "skip" for p in FIELDS if p.startswith(path.rpartition(".")[0] + ".")}
         skipping = {p: v for p, v in policies.items() if "skip" in str(FIELDS[p].type)}
         return replace_fields(config, skipping)
+    if path.startswith("monitor."):  # only a monitor that may stop the run
+        return replace_fields(config, {**WATCHED, "monitor.action": "stop", "monitor.rows": 9})
     if not path.startswith("command."):
         return config
     command = dataclasses.replace(config.command, run="python train.py --out {output}")
@@ -116,6 +119,10 @@ def test_identity_fields_change_a_fingerprint(path: str) -> None:
     assert fingerprints(changed) != fingerprints(config)
 
 
+WATCHED = {
+    "monitor.every": 5,
+    "monitor.gold": (parse_protocol('{"name":"g","judge":{"model":"lexical-loose-1"}}').text,),
+}
 AGENT = {"environment.name": "desk"}
 JUDGED = {"judge.kind": "openai", "judge.model": "m", "reward.paper_citation_weight": 0.7}
 EASED = {
@@ -134,6 +141,9 @@ EVALUATIONS = "evaluate-base evaluate-sft evaluate-grpo"
         # A run that a health check has stopped goes on under another policy or limit.
         ({}, EASED, ""),
         ({}, {"grpo.health.kl_blow_up": "skip"}, "grpo evaluate-grpo publish card"),
+        # Nor does a monitor matter that cannot end the training.
+        ({}, {**WATCHED, "monitor.action": "pause"}, ""),
+        ({}, {**WATCHED, "monitor.action": "stop"}, "grpo evaluate-grpo publish card"),
         (RFT, {"rft.learning_rate": 1e-6}, "rft grpo evaluate-rft evaluate-grpo"),
         # An agent is judged by its environment alone.
         (AGENT, JUDGED, ""),

@@ -15,7 +15,8 @@ from refiner_core.contract.sections.environment import EnvironmentConfig
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.types import PromptRow
 from refiner_core.rejection.attempts import RejectionAttempt, choose
-from refiner_core.rejection.stage import highest_reward, with_ends_of_turns
+from refiner_core.rejection.stage import with_ends_of_turns
+from refiner_core.rewards.compute import highest_reward
 from tests.support.rewarding import BOTH, EVIDENCE, NEGATIVE, POSITIVE
 
 

@@ -14,8 +14,10 @@ from flows import api
 from flows.cli.main import main
 from infra.store.workspace import Workspace
 from refiner_core.answers import parse_answer
-from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.types import JudgeRequest
+from refiner_core.rewards import compute_rewards
 from refiner_core.rewards.attacks import ATTACKS, AttackedRow, honest_answer
 from refiner_core.rubrics import parse_rubrics
 from tests.support.judge_server import JudgeServer, score
@@ -83,6 +85,50 @@ def test_copying_all_pays_under_a_faultless_judge_and_inventing_sources_does_not
     assert attacked["outside_text"] == honest, "text outside of the block is free"
     assert attacked["empty"] == 0
     assert all(attacked[name] < honest for name in ("unknown_ids", "abstain", "off_query", "pad"))
+
+
+#: Price that closes each hole, and one that an honest answer hardly pays.
+CLOSES = {
+    "copy_all": "copied_sources=1",
+    "outside_text": "outside=.1",
+    "tag_all": "long_spans=.3",
+    "repeat": "repeated=.1",
+    "connectives": "uncited=.2",
+    "keyword_stuffing": "uncited=.9",
+    "invention_in_good_tag": "unsupported=.2",
+    "double_length": "length=.2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLOSES)
+def test_a_price_closes_its_hole(name: str) -> None:
+    free = ["reward.penalties.long_span_words=9", "reward.penalties.length_words=12"]
+
+    def gained(penalty: str) -> float:
+        items = [rollout(text, RUBRICS, prompt_of({**FACTS, **OTHERS})) for text in
+                 (ATTACKS[name](row_of({**FACTS, **OTHERS}), HONEST, FACTS), HONEST)]  # fmt: skip
+        reward = load_recipe("tiny", [*free, f"reward.penalties.{penalty}"]).reward
+        attacked, honest = compute_rewards(items, reward, ScriptedJudge(faultless))
+        assert attacked.total is not None
+        assert honest.total is not None
+        assert min(attacked.total, honest.total) >= 0
+        return attacked.total - honest.total
+
+    assert gained(CLOSES[name]) < min(0.0, gained("uncited=0"))
+
+
+def test_a_wrong_try_is_worth_as_much_as_no_try() -> None:
+    lenient = ScriptedJudge(lambda request: 0.0)  # no claim needs a citation
+    row = row_of(FACTS)
+    polite = rollout(ATTACKS["abstain"](row, HONEST, FACTS), RUBRICS)
+    assert reward_of(polite, lenient).total == pytest.approx(1.2)
+    priced = load_recipe("tiny", ["reward.penalties.abstention=.2"]).reward
+    assert compute_rewards([polite], priced, lenient)[0].total == 0
+
+
+def test_nothing_changes_without_prices() -> None:
+    components = reward_of(rollout(HONEST, RUBRICS), ScriptedJudge(faultless)).components
+    assert not [name for name in components if name.startswith("penalty")]
 
 
 HOSTILE = {
@@ -166,6 +212,21 @@ def test_the_tiny_recipe_in_seconds(capsys: pytest.CaptureFixture[str], tmp_path
     assert capsys.readouterr().out == shown.out, "the same rows give the same numbers"
 
 
+def test_open_holes_are_named_by_the_plan_until_they_are_closed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = f"workspace={Workspace.open(tmp_path / 'runs').root}"
+    price = "reward.penalties.uncited=.5"
+    for words in ([where], [where, price]):
+        assert main(["reward", "attack", "tiny", "-n", "8", *words]) == 0
+    shown = {}
+    for words in ([where], [where, price], [where, "reward.paper_citation_weight=.5"]):
+        capsys.readouterr()
+        assert main(["plan", "tiny", *words]) == 0
+        shown[words[-1]] = "keyword_stuffing" in capsys.readouterr().out
+    assert list(shown.values()) == [True, False, False]
+
+
 def test_calls_that_cost_are_counted_and_confirmed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,8 +246,19 @@ def test_calls_that_cost_are_counted_and_confirmed(
         assert ", 0 calls" in capsys.readouterr().err
 
 
-def test_agents_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="trains an agent"):
-        api.attack_reward("tiny-tools")
+def test_attacks_on_episodes_show_what_partial_credit_pays(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = api.attack_reward("tiny-tools", count=8)
+    attacks = {attack["name"]: attack for attack in found["attacks"]}
+    assert found["gold"]["mean"] > found["honest"]["mean"] > found["random"]["mean"]
+    assert attacks["first_half"]["difference"] < 0
+    assert attacks["every_call_twice"]["n"] == 8
+    assert attacks["say_everything"]["difference"] > 0
+    assert main(["reward", "attack", "tiny-tools", "-n", "4", "--attack", "x.py:f"]) != 0
+    assert "leave both out" in capsys.readouterr().err
+
+
+def test_recipes_without_rows_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"data\.rl_path is empty"):
         api.attack_reward("tiny", ["data.rl_path=null", "stages=[data,sft]"])

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from refiner_core.contract.config import RewardConfig
+from refiner_core.contract.config import PenaltiesConfig, RewardConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import JudgeRequest
 from refiner_core.judges import LexicalJudge
 from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.rewards.combine import aggregate_rubrics
 from refiner_core.rewards.combine import total_reward as total_of_components
+from refiner_core.rewards.penalties import PRICES, prices_of
 from refiner_core.rubrics import Rubric, load_rubric_set
 from refiner_core.training.rollouts.rollout import group_advantages
 from tests.support.rewarding import EVIDENCE, ScriptedJudge, hashed_judge, reward_of, rollout
@@ -59,6 +60,7 @@ def total_reward(
         "no_rubrics": float(judge is None),
         "citation": citation,
         "format_bonus": bonus,
+        **dict.fromkeys(prices_of(reward.penalties), 1.0 - bonus),
     }
     return total_of_components(components, reward, stopped)
 
@@ -129,7 +131,11 @@ SETTINGS = st.builds(
     rubric_source=st.sampled_from(["instance", "instance+static"]),
     instance_rubrics_only=st.booleans(),
     rubric_aggregation=st.sampled_from(AGGREGATIONS),
-)
+    penalties=st.sampled_from(
+        [PenaltiesConfig(), PenaltiesConfig(**dict.fromkeys(PRICES, 0.1)),
+         PenaltiesConfig(**dict.fromkeys(PRICES, 1.0), long_span_words=1, length_words=2)]
+    ),
+)  # fmt: skip
 SCORED = st.lists(
     st.tuples(
         st.builds(
@@ -330,6 +336,7 @@ def test_stored_components_give_the_total_under_other_settings(
         rubric_source=first.rubric_source,
         instance_rubrics_only=first.instance_rubrics_only,
         rubric_aggregation=first.rubric_aggregation,
+        penalties=first.penalties,
         non_stop_penalty=penalty,
         non_stop_penalty_value=value,
     )

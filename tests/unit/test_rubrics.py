@@ -31,6 +31,7 @@ PINNED = {
     "v3": "4cf5e50e9dedd8273665e8ce2b091373a11357c98709d714826b2af60a1173a5",
     "grounded-v1": "300e0509cc8549e3bd13554af2b989fbbd6fa960e25bf89c79ec246a421b5def",
     "reader-v1": "115449232efed8797a04f72f8aa0e4264eee0b3f274bdcefb22528278ad714ad",
+    "overall-v1": "60771006fadf960a47ef7f84885acd6b3f557581f4de8f9e3397fbbcdb4c325f",
 }
 ROW = json.dumps(
     {

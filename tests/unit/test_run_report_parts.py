@@ -18,12 +18,13 @@ from flows.reporting.samples import SamplesReader
 from infra.host.secrets import HIDDEN, masked, without_secrets
 from infra.store.traces import MetricsLine, read_metrics
 from refiner_core.answers import parse_answer
-from refiner_core.contract.config import RecipeConfig, RewardConfig
+from refiner_core.contract.config import PenaltiesConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.records import to_json
 from refiner_core.report.printing import plain
 from refiner_core.report.run.rendering import page
 from refiner_core.report.transcripts import answer_markup, evidence_of, spans
 from refiner_core.rewards.combine import total_reward
+from refiner_core.rewards.penalties import prices_of
 from tests.support.run_reports import empty_report, hostile_report
 
 REWARD = RewardConfig()
@@ -74,7 +75,8 @@ def test_no_prompt_is_shown_twice_and_no_change_is_neither_better_nor_worse() ->
 
 # ---------------------------------------------------------------- what was said
 
-COMPONENTS = {"rubric": 0.75, "citation": 0.5, "format_bonus": 0.5, "no_rubrics": 0.0}
+COMPONENTS = {"rubric": 0.75, "citation": 0.5, "format_bonus": 0.5, "no_rubrics": 0.0,
+              "penalty_copied": 0.9}  # fmt: skip
 
 
 def rollout(reward: RewardConfig, **changes: Any) -> dict[str, Any]:
@@ -95,6 +97,8 @@ def rollout(reward: RewardConfig, **changes: Any) -> dict[str, Any]:
         RewardConfig(combination="additive", paper_citation_weight=0.3),
         RewardConfig(apply_paper_citation_reward=False),
         RewardConfig(gate_judge_score_with_format_bonus=True),
+        RewardConfig(penalties=PenaltiesConfig(copied=0.1)),
+        RewardConfig(penalties=PenaltiesConfig(copied=1.0)),
     ],
 )
 @pytest.mark.parametrize("no_rubrics", [0.0, 1.0])
@@ -102,7 +106,8 @@ def test_the_parts_of_a_reward_add_up_to_it(reward: RewardConfig, no_rubrics: fl
     row = rollout(reward, no_rubrics=no_rubrics)
     said = text_in_training(row, reward)
     assert sum(part["share"] for part in said["parts"]) == pytest.approx(row["reward"])
-    assert {part["name"] for part in said["parts"]} == {"rubric", "citation"}
+    prices = prices_of(reward.penalties)
+    assert {part["name"] for part in said["parts"]} == {"rubric", "citation", *prices}
     assert said["metrics"]["advantage"] == -0.5
     assert said["model"] == "step 3"
 

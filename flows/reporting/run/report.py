@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.checking.attacks import attack_notes
 from flows.reporting.run.all_samples import write_samples_page
 from flows.reporting.run.results import (
     ModelEvaluation,
     change_rows,
     evaluation_examples,
     evaluations_of_run,
+    monitor_words,
     number_rows,
     rollout_examples,
     training_curves,
@@ -292,8 +294,14 @@ def _report(reading: RunReading, evaluations: Sequence[ModelEvaluation]) -> RunR
         settings=changed_settings(reading.run.config),
         provenance={"code": reading.run.code, **provenance},
         next_commands=next_commands(reading, state, rows, published),
-        warnings=tuple(dict.fromkeys(map(masked, reading.warnings))),
+        warnings=_warnings(reading),  # last: the others may add some
     )
+
+
+def _warnings(reading: RunReading) -> tuple[str, ...]:
+    holes = reading.tried("Attacks on the reward", attack_notes, reading.config) or []
+    found = [*holes, *reading.warnings, *monitor_words(reading)]
+    return tuple(dict.fromkeys(map(masked, found)))
 
 
 def report_run(

@@ -178,6 +178,7 @@ _ALSO = (
     *("policy/entropy_avg", "grad_norm", "learning_rate"),
     *("quality/claims", "quality/cited_share", "quality/copied_share", "quality/outside_share"),
     *("quality/repeated_share", "quality/saturated", "quality/unusable_judgements"),
+    *("monitor/proxy", "monitor/gold", "monitor/e_value", "monitor/alarm"),
 )
 #: Metrics of an external trainer, which has its own names.
 _MOST_FOREIGN = 12
@@ -206,6 +207,16 @@ def training_curves(reading: RunReading) -> tuple[Row, ...]:
             logged = {"stage": name, "metric": metric, "steps": steps, "values": values}
             found.append({**logged, "from_attempts": began})
     return tuple(found)
+
+
+def monitor_words(reading: RunReading) -> list[str]:
+    """A sentence for each GRPO stage whose monitor has raised its alarm."""
+    found = []
+    for name, _ in reading.of_kind("grpo"):
+        result = reading.result(name)
+        if result is not None and result.report.get("monitor") and result.report.get("remark"):
+            found.append(f"{name}: {result.report['remark']}.")
+    return found
 
 
 def _newest_lines(

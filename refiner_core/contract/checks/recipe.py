@@ -22,8 +22,9 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import refuse_fields, suggest
 from refiner_core.contract.kinds import kinds_of
 from refiner_core.contract.marks import walk
+from refiner_core.contract.monitoring import check_monitor
 from refiner_core.contract.placement import STAGES
-from refiner_core.contract.protocols import configs_under, refused_under
+from refiner_core.contract.protocols import all_under, refused_under
 from refiner_core.contract.sections.publish import LICENSES
 from refiner_core.contract.sections.steering import VARIABLE, check_notify
 from refiner_core.contract.services import asks_judge, serves
@@ -50,8 +51,9 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
     if "command" in config.stages:
         check_command(config)
     check_training(config)
+    check_monitor(config)
     check_notify(config.notify)
-    for name, measured in configs_under(config).items():
+    for name, measured in all_under(config).items():
         with refused_under(name):  # the fields of a protocol, in a recipe of its kind
             plain = RecipeConfig(stages=("data", "evaluate"), environment=measured.environment)
             parts = {part: getattr(measured, part) for part in ("data", "reward", "judge")}

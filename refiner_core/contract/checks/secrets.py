@@ -17,6 +17,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
+from refiner_core.contract.protocols import PROTOCOL_FIELDS
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 #: The last word of a name decides: `HUB_TOKEN` is a secret, `MAX_TOKEN_LENGTH` is not.
@@ -150,7 +151,7 @@ def check_secrets(config: RecipeConfig) -> None:
 def _text_fields() -> tuple[str, ...]:
     """Fields of text; protocols are left out, since their settings are checked as recipes."""
     texts = (path for path, info in walk(RecipeConfig) if info.type in _TEXTS)
-    return tuple(path for path in texts if path != "evaluate.protocols")
+    return tuple(path for path in texts if path not in PROTOCOL_FIELDS)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,6 +14,7 @@ from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.fields import refuse_fields
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import KINDS, kinds_of
+from refiner_core.contract.monitoring import monitor_notes
 from refiner_core.contract.placement import (
     STAGES,
     TrainingStage,
@@ -24,7 +25,7 @@ from refiner_core.contract.placement import (
     section_of,
     starts_servers,
 )
-from refiner_core.contract.protocols import configs_under
+from refiner_core.contract.protocols import all_under
 from refiner_core.contract.services import asks_judge
 
 
@@ -75,7 +76,7 @@ def training_notes(config: RecipeConfig) -> list[str]:
     for stage in ("sample", "evaluate"):
         if KINDS[stage] in kinds_of(config.stages):
             notes += _idle_samplers(config, stage)
-    return notes + _uncorrected(config) + _training_judge(config)
+    return notes + _uncorrected(config) + _training_judge(config) + monitor_notes(config)
 
 
 def _uncorrected(config: RecipeConfig) -> list[str]:
@@ -113,7 +114,7 @@ def _training_judge(config: RecipeConfig) -> list[str]:
     asked = asks_judge(config, "grpo") and judge.kind == "openai"
     if not asked or not {"grpo", "evaluate"} <= {*config.stages}:
         return []
-    others = (under.judge for under in configs_under(config).values())
+    others = (under.judge for under in all_under(config).values())
     if any(
         (j.kind, j.model, j.revision) != (judge.kind, judge.model, judge.revision) for j in others
     ):

@@ -14,6 +14,34 @@ LEXICAL_MODELS = ("lexical-1", "lexical-loose-1")
 
 
 @dataclass(frozen=True, config=STRICT)
+class PenaltiesConfig:
+    """Prices of what a reward otherwise gives away; :mod:`refiner_core.rewards.penalties` has the
+    measures.
+
+    A price times its measure, both 0 to 1, is subtracted from the score before
+    `verification_reward`; all of them together never take it below 0.
+    """
+
+    copied: float = added(0.0, ge=0, le=1, doc="price: share of claims' words that are copied")
+    copied_sources: float = added(
+        0.0, ge=0, le=1, doc="price: share of the sources' words that the answer copies"
+    )
+    uncited: float = added(0.0, ge=0, le=1, doc="price: share of claims without sound citation")
+    outside: float = added(0.0, ge=0, le=1, doc="price: share of text outside of the answer block")
+    long_spans: float = added(
+        0.0, ge=0, le=1, doc="price: share of words beyond `long_span_words` of their tag"
+    )
+    long_span_words: int = added(40, ge=1, doc="free words in a tag")
+    unsupported: float = added(
+        0.0, ge=0, le=1, doc="price: share of cited claims without full support"
+    )
+    repeated: float = added(0.0, ge=0, le=1, doc="price: share of claims that repeat another")
+    length: float = added(0.0, ge=0, le=1, doc="price: share of words beyond `length_words`")
+    length_words: int = added(300, ge=1, doc="free words of an answer")
+    abstention: float = added(0.0, ge=0, le=1, doc="price: an answer that cites nothing")
+
+
+@dataclass(frozen=True, config=STRICT)
 class RewardConfig:
     """How judgements and citations become one number (`--refiner_reward_*` of the reference)."""
 
@@ -43,6 +71,7 @@ class RewardConfig:
         "weighted_mean",
         doc="sum|w|s'/sum|w| with flipped negatives; sum w s/sum|w|; sum w s/max(sum w+, 1)",
     )
+    penalties: PenaltiesConfig = section(PenaltiesConfig, doc="prices of what pays unearned")
 
 
 @dataclass(frozen=True, config=STRICT)

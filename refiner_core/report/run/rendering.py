@@ -320,15 +320,35 @@ def kind_of(attempt: Row) -> str:
 # ---------------------------------------------------------------- curves
 
 
+#: Beginning of the names of a monitor's metrics, and those that are part of another chart.
+MONITOR = "monitor/"
+_WITHIN = (f"{MONITOR}gold", f"{MONITOR}alarm")
+
+
 def plots(curves: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
-    """Charts by stage, one per metric, with a summary in numbers."""
+    """Charts by stage, one per metric, with a summary in numbers. A monitor's proxy and gold share
+    one, with the first alarm as its mark."""
     shown = curves[:MOST_CURVES]
     found: dict[str, list[dict[str, Any]]] = {}
     for curve in shown:
+        if curve["metric"] in _WITHIN:
+            continue
         one = Series(curve["metric"], curve["steps"], curve["values"])
-        drawn = chart([one], of=len(shown), marks=curve["from_attempts"])
+        more, marks = [], curve["from_attempts"]
+        if curve["metric"] == f"{MONITOR}proxy":
+            same = {c["metric"]: c for c in shown if c["stage"] == curve["stage"]}
+            gold, alarm = (same.get(name) for name in _WITHIN)
+            more = [Series("monitor/gold", gold["steps"], gold["values"], place=2)] if gold else []
+            marks = _alarms(alarm)[:1] if alarm else []
+        drawn = chart([one, *more], of=len(shown), marks=marks)
         thinned = len(drawn["lines"][0]["x"]) < len(curve["steps"])
+        extra = {"thinned": thinned, "with": [summary(s) for s in more], "marks": marks}
         found.setdefault(curve["stage"], []).append(
-            {"of": curve, "chart": drawn, "thinned": thinned, **summary(one)}
+            {"of": curve, "chart": drawn, **extra, **summary(one)}
         )
     return found
+
+
+def _alarms(curve: Row) -> list[int]:
+    """The steps with an alarm."""
+    return [step for step, value in zip(curve["steps"], curve["values"], strict=True) if value]

@@ -35,6 +35,7 @@ from refiner_core.report.sweep.evidence import (
     TrialEvidence,
     make_groups,
 )
+from refiner_core.report.sweep.monitors import make_monitors
 from refiner_core.report.sweep.numbers import (
     ALPHA,
     ComparisonSetting,
@@ -177,6 +178,7 @@ def make_report(evidence: SweepEvidence) -> SweepReport:
         side_by_side=make_side_by_side(evidence, chosen, flips) if chosen else (),
         attempts=tuple(make_attempts(groups)),
         people=evidence.people,
+        monitors=make_monitors(evidence),
         incidents=evidence.incidents,
         protocols=_protocols(evidence, groups),
         provenance=evidence.provenance,
@@ -313,6 +315,11 @@ def _warnings(evidence: SweepEvidence, groups: Sequence[Group]) -> list[str]:
         )
     for trial in evidence.trials:
         row = trial.row
+        if (stopped := trial.monitor.get("stopped")) is not None:
+            found.append(
+                f"{row['arm']}, seed {row['seed']}, was stopped by its monitor at step {stopped}: "
+                f"it is compared with the weights of step {trial.monitor['best']}."
+            )
         if row["state"] == "failed":
             why = f": {row['reason']}" if row["reason"] else ""
             found.append(f"{row['arm']}, seed {row['seed']}, has failed{why}.")

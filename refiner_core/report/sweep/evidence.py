@@ -105,7 +105,8 @@ class TrialEvidence:
     """One trial: its state, and the ids of its finished evaluations and (by name) training
     stages.
 
-    ``missing`` names evaluations that are planned but not done.
+    ``missing`` names evaluations that are planned but not done; ``monitor`` is the report of its
+    monitor, empty without one.
     """
 
     row: Row
@@ -113,6 +114,7 @@ class TrialEvidence:
     evaluations: tuple[str, ...] = ()
     trainings: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    monitor: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def place(self) -> tuple[str, int]:

@@ -26,7 +26,7 @@ from refiner_core.report.charts import Series, chart, summary
 from refiner_core.report.pages import leaf, parts_of, template_of
 from refiner_core.report.people import corrected_section
 from refiner_core.report.printing import Section, finite, plain
-from refiner_core.report.sweep import phrases
+from refiner_core.report.sweep import monitors, phrases
 from refiner_core.report.sweep.phrases import arm_row, column_of, comparison_notes
 from refiner_core.report.sweep.sweep_report import Comparison, Row, RunsReport, SweepReport, leading
 from refiner_core.report.transcripts import attempts_of, attempts_tables, example_html
@@ -51,6 +51,8 @@ def markdown(report: SweepReport) -> str:
         w=phrases,
         compared=[(comparison, _arms(comparison, report)) for comparison in compared],
         people=_people(report),
+        monitor_header=monitors.header(report.monitors),
+        monitors=[monitors.monitor_cells(row) for row in report.monitors],
     )
     return text.rstrip() + "\n"
 
@@ -205,6 +207,7 @@ MOST_FLIPS = 600
 VIEWS = (
     ("summary", "Summary"),
     ("arms", "Arms"),
+    ("monitors", "Monitors"),
     ("curves", "Learning curves"),
     ("judges", "Judges × arms"),
     ("rubrics", "Rubrics"),
@@ -232,6 +235,7 @@ def views_of(report: SweepReport) -> dict[str, str]:
     """The views of a report; for agents and runs without those of judges that are empty."""
     few = report.attempts or not report.sweep
     empty = {"judges": few and not report.matrix, "rubrics": few and not report.rubrics}
+    empty["monitors"] = not report.monitors
     other = OF_AGENTS if report.attempts else {}
     other = other if report.sweep else {**OF_RUNS, **other}
     kept = ((view, name) for view, name in VIEWS if not empty.get(view))
@@ -282,6 +286,8 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         attempts=attempts_of(s["said"] for one in prompts for s in one["said"]),
         attempts_tables=attempts_tables(report.attempts, few),
         flips=report.flips[:MOST_FLIPS],
+        monitor_header=monitors.header(report.monitors),
+        monitors=[monitors.monitor_cells(row) for row in report.monitors],
         costs=phrases.costs(report),
         whole=phrases.cost_of("all arms", report.trials),
     )

@@ -114,6 +114,9 @@ class SweepReport:
       infrastructure, by kind; they do not count as attempts).
     - ``people``: means corrected by people's labels, by ``arm`` and ``seed``: a ``metric`` of a
       ``stage`` (model) with its interval, ``n`` labelled answers, and ``judged``, the judge's mean.
+    - ``monitors``: trials of an ``arm`` with a monitor, steps of their ``alarms`` and of those that
+      ``stopped``, and mean proxy and gold at the last step ``at`` which all trials were looked at,
+      at the end, and at the best step by gold.
     - ``incidents``: problems in a trial, and whether each is ``resolved``.
     """
 
@@ -138,6 +141,7 @@ class SweepReport:
     side_by_side: tuple[Row, ...] = ()
     attempts: tuple[Row, ...] = ()
     people: tuple[Row, ...] = ()
+    monitors: tuple[Row, ...] = ()
     incidents: tuple[Row, ...] = ()
     protocols: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
@@ -261,6 +261,19 @@ class Pipeline:
             for part in pending.rounds:
                 self._judge_round(pending, part)
 
+    def sample_aside(
+        self, wanted: list[PlannedSample], step: int, clock: StepTimer
+    ) -> list[RolloutSample]:
+        """Samples of the weights after ``step``, apart from the batches: complete on rank 0, and
+        empty on the others. Batches in flight end first, with the weights that they began with."""
+        for pending in self._after(step):
+            self._finish(pending, clock)
+        self._sync(step, clock)
+        part, apart = _SamplingRound((), wanted), PendingBatch(step, step, 0, 0)
+        self._run(partial(self._work, apart, part, self._share(part)), part)
+        self._collect(part, clock)
+        return part.samples
+
     def done(self, step: int) -> None:
         """Drop the batch of a finished step."""
         self.pending_batches.pop(step, None)
@@ -408,11 +421,16 @@ class Pipeline:
         if beside:
             part.future = self._worker().submit(work)
             return
-        part.future = Future()
         self._tell("generate", 0, 0)
+        with clock.time("generate"):
+            self._run(partial(work, tell=True), part)
+
+    def _run(self, work: Callable[[], None], part: _SamplingRound) -> None:
+        """Sample this rank's share now; its error is raised when the round is collected."""
+        part.future = Future()
         try:
-            with clock.time("generate"), self.policy.ready():
-                work(tell=True)
+            with self.policy.ready():
+                work()
             part.future.set_result(None)
         except Exception as error:
             part.future.set_exception(error)

@@ -65,6 +65,8 @@ class CheckpointManager:
     save_freq: int
     first_save: int | None = None
     async_save: bool = False
+    #: A further step to save after.
+    also: int | None = field(default=None, init=False)
     saved_step: int = field(default=0, init=False)
     restored: Path | None = field(default=None, init=False)
     #: The running save by its step; its result is the seconds that it took.
@@ -239,7 +241,7 @@ class CheckpointManager:
         self.io.progress(Progress(step, self.total_steps, "train", values))
         self._look()
         self.stop_if_requested(step, progress, attachments)
-        due = step % max(1, self.save_freq) == 0 or step == self.first_save
+        due = step % max(1, self.save_freq) == 0 or step in (self.first_save, self.also)
         last = step >= self.total_steps
         if due or last:
             self.save(step, progress, attachments, beside=self.async_save and not last)

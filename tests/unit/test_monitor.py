@@ -1,0 +1,146 @@
+"""The gold monitor of GRPO: training is the same with it, and it ends or pauses where it should."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refiner_core.contract.config import MonitorConfig
+from refiner_core.contract.errors import ConfigurationError, Interrupted, MonitorPause
+from refiner_core.data.prepared import write_prompts
+from refiner_core.training import monitor
+from refiner_core.training.monitor import Gold, choose_rows
+from tests.support.tiny_training import (
+    LiveSampler,
+    NoJudge,
+    TrainRun,
+    prompts,
+    save_data,
+    save_tiny_model,
+)
+
+GOLD = json.dumps({"name": "gold", "judge": {"model": "lexical-loose-1"}})
+ROWS, STEPS = 48, 12
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("inputs")
+    save_data(root / "data")
+    write_prompts(root / "data" / "rl_test.parquet", prompts(ROWS + 4, seed=3))
+    save_tiny_model(root / "model")
+    return root
+
+
+@pytest.fixture
+def new(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs whose proxy is the share of low words, and whose gold is that of high ones."""
+
+    def shares(one: Gold, samples: Any) -> list[float | None]:
+        words = [sample.text.split() for sample in samples]
+        low = [sum(int(word[1:]) < 24 for word in text) / max(1, len(text)) for text in words]
+        return list(low) if one.name == "proxy" else [1 - value for value in low]
+
+    monkeypatch.setattr(monitor, "_shares", shares)
+
+    def made(name: str, **section: Any) -> TrainRun:
+        run = TrainRun(inputs, tmp_path / name)
+        grpo = replace(
+            run.config.grpo, num_training_steps=STEPS, save_freq=100, lr_scheduler_type="constant"
+        )
+        run.config = replace(run.config, stages=("data", "grpo"), grpo=grpo)
+        if section:
+            watch = MonitorConfig(**{"gold": (GOLD,), "rows": ROWS, **section})
+            run.config = replace(run.config, monitor=watch)
+            run.golds = [Gold("gold", run.config, NoJudge())]
+        return run
+
+    return made
+
+
+def weights(run: TrainRun) -> Any:
+    return run.outcome()["weights"]
+
+
+def steps(run: TrainRun) -> list[dict[str, Any]]:
+    """Metrics and rollouts, without what the monitor adds."""
+    rows = run.io.comparable_metrics()
+    return [{k: v for k, v in row.items() if not k.startswith("monitor/")} for row in rows]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_training_is_bitwise_the_same_with_it(new: Any, late: int) -> None:
+    plain, watched = new("plain"), new("watched", every=2)
+    settings = {"async_steps": late, "num_training_steps": 5, "active_sampling": late == 1}
+    plain(**settings)
+    report = watched(**settings)
+    assert weights(watched) == weights(plain)
+    assert steps(watched) == steps(plain)
+    assert watched.io.rollouts() == plain.io.rollouts()
+    assert [look["step"] for look in report["monitor"]["looks"]] == [0, 2, 4, 5]
+    assert watched.column("monitor/gold")[0] is None
+    assert 0 <= watched.column("monitor/gold")[1] <= 1
+
+
+def test_a_falling_gold_stops_the_run_with_the_best_weights(new: Any) -> None:
+    run = new("stop", every=1, action="stop", keep=1.0)
+    report = run()
+    told = report["monitor"]
+    assert 2 < told["stopped"] < STEPS
+    assert len(run.io.metrics()) == told["stopped"], "no step after the stop"
+    best = max(told["looks"][1:], key=lambda look: look["gold_mean"])["step"]
+    assert (report["steps"], told["best"]) == (best, best)
+    assert f"at step {told['stopped']}" in told["text"]
+    short = new("short")
+    short(num_training_steps=best)
+    assert weights(run) == weights(short)
+
+
+def test_an_interrupted_look_gives_the_same_series(new: Any) -> None:
+    whole, cut = new("whole", every=2, rows=6), new("cut", every=2, rows=6)
+    whole.sampler, cut.sampler = LiveSampler(), LiveSampler()
+    expected = whole(num_training_steps=6)
+    for call in (1, 4, 7):  # the looks at steps 0, 2 and 4, each at its first try
+        cut.sampler.fail_at_call = cut.sampler.calls + call
+        with pytest.raises(RuntimeError, match="while generating"):
+            cut(num_training_steps=6, save_freq=1)
+    cut.io.stop_at = 5
+    with pytest.raises(Interrupted):
+        cut(num_training_steps=6, save_freq=1)
+    cut.io.stop_at = None
+    assert cut(num_training_steps=6, save_freq=1) == expected
+    assert cut.outcome() == whole.outcome()
+
+
+def test_a_pause_happens_once_and_the_same_command_continues(new: Any) -> None:
+    plain, run = new("plain"), new("pause", every=1, action="pause", keep=1.0)
+    plain()
+    with pytest.raises(MonitorPause, match="same command again to continue"):
+        run()
+    report = run()
+    assert report["monitor"]["alarm"] < STEPS
+    assert report["monitor"]["stopped"] is None
+    assert weights(run) == weights(plain)
+
+
+def test_the_best_checkpoint_by_gold_is_kept(new: Any) -> None:
+    run = new("kept", every=1, keep=1.0)
+    report = run()
+    assert report["monitor"]["best"] in run.io.kept
+    assert report["monitor"]["best"] in run.io.checkpoint_steps()
+
+
+def test_monitored_prompts_are_held_out_and_not_evaluated(new: Any) -> None:
+    run = new("rows", every=1)
+    held_out = prompts(ROWS + 4, seed=3)
+    evaluated = replace(run.config.evaluate, max_prompts=4)
+    config = replace(run.config, stages=("data", "grpo", "evaluate"), evaluate=evaluated)
+    rows = choose_rows(config, held_out)
+    assert {row.sample_id for row in rows} == {row.sample_id for row in held_out[4:]}
+    assert rows == choose_rows(replace(config, seed=99), held_out), "the same in all arms"
+    with pytest.raises(ConfigurationError, match=r"evaluate.max_prompts=4"):
+        choose_rows(replace(config, evaluate=replace(evaluated, max_prompts=5)), held_out)
