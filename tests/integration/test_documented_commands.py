@@ -70,7 +70,7 @@ TRIALS = (
     Trial("refiner run RECIPE .*", planned=True, words=(("RECIPE", "tiny"),)),
     Trial("(CUDA_VISIBLE_DEVICES=.* )?refiner run .*", planned=True),
     Trial("refiner why .*", words=(("8.633", "{number}"),)),
-    Trial("refiner diff A B", words=(("A B", "{first} {second}"),)),
+    Trial("refiner (report|diff) A B", words=(("A B", "{first} {second}"),)),
     Trial("refiner ui", by="integration/test_ui.py"),
     Trial("refiner (tag|rm|bundle) RUN.*", words=(("RUN", "{first}"),)),
     Trial("refiner unbundle .*", words=(("RUN", "{first}"), ("DIR", "unbundled"))),
