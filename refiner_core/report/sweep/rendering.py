@@ -55,7 +55,11 @@ def markdown(report: SweepReport) -> str:
 
 def runs_tables(report: RunsReport) -> dict[str, list[tuple[str, ...]]]:
     """Tables of a report of runs for a text, by heading; the first row of each is its header."""
-    runs = [(r["run"], r["arm"], r["recipe"], r["state"], r["label"]) for r in report.runs]
+    several = len(report.seeds) > 1
+    runs = [
+        (r["run"], r["arm"] + f", seed {r['seed']}" * several, r["recipe"], r["state"], r["label"])
+        for r in report.runs
+    ]
     settings = [
         (row["field"], *(leaf(row["values"][arm])[:_MOST_OF_VALUE] for arm in report.arms))
         for row in report.settings
