@@ -78,7 +78,7 @@ def compare_runs(runs: Sequence[str], workspace: str | Path = RecipeConfig.works
         for seed, run in by_seed.items()
     }
     by_run, baseline = {run.run: run for run in found}, next(iter(arms))
-    settings = tuple(_settings({arm: next(iter(runs.values())) for arm, runs in arms.items()}))
+    settings = tuple(_settings(arms))
     sweep = _as_sweep(arms, tuple(trials.values()), settings, baseline)
     standings = list(_standings(ws, [(t, by_run[run]) for run, t in trials.items()]))
     report = make_report(evidence_of(ws, sweep, lambda: standings))
@@ -210,14 +210,16 @@ def _as_sweep(
     )
 
 
-def _settings(runs: Mapping[str, RunRecord]) -> list[Row]:
+def _settings(arms: _Arms) -> list[Row]:
     """Settings by arm: those that differ first, of these one's own before the recipe's."""
+    runs = {arm: next(iter(by_seed.values())) for arm, by_seed in arms.items()}
+    left_out = (*_NAMES, _SEED) if any(len(by_seed) > 1 for by_seed in arms.values()) else _NAMES
     rows = []
     for path, info, values in field_values([{}, *(run.config for run in runs.values())]):
         default, *values = values
         differs = any(value != values[0] for value in values)
         own = _is_own(path, runs.values())
-        if path not in _NAMES and (differs or own or values[0] != default):
+        if path not in left_out and (differs or own or values[0] != default):
             shown = {a: shown_setting(path, v) for a, v in zip(runs, values, strict=True)}
             row = {"field": path, "mark": info.mark, "differs": differs, "own": own}
             rows.append({**row, "values": shown})

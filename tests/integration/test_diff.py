@@ -127,6 +127,8 @@ def test_shared_stages_and_differing_fields_are_named(tmp_path: Path) -> None:
     # Under one protocol numbers are compared, prompt by prompt.
     rubric = next(n for n in found["numbers"] if n["metric"] == "format_valid")
     assert rubric["difference"] < 0, "second minus first"
+    assert text.index("grpo.beta: 0.001 → 0.01") < text.index("Stages") < text.index("log_level")
+    assert next_commands(found)[1].startswith(f"refiner report {one.run.run} {other.run.run}")
 
 
 def test_rows_are_compared_by_content(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class Trial:
 
 _JUDGE = (("http://127.0.0.1:8000/v1", "{judge}"), ("NAME", "scripted"))
 _SLURM = (("/tmp/slurm", "{place}/slurm"),)
+_TRIALS = "citation-weight-tiny:citation-0/seed1 citation-weight-tiny:citation-0.5/seed1"
 #: The first whose pattern fits the whole command counts; without one it is run as it stands.
 TRIALS = (
     Trial("make (run|test)", words=(("make ", "make --dry-run "),), where="checkout"),
@@ -70,6 +71,7 @@ TRIALS = (
     Trial("refiner run RECIPE .*", planned=True, words=(("RECIPE", "tiny"),)),
     Trial("(CUDA_VISIBLE_DEVICES=.* )?refiner run .*", planned=True),
     Trial("refiner why .*", words=(("8.633", "{number}"),)),
+    Trial("refiner report A B", words=(("A B", _TRIALS),), where="swept"),
     Trial("refiner diff A B", words=(("A B", "{first} {second}"),)),
     Trial("refiner ui", by="integration/test_ui.py"),
     Trial("refiner (tag|rm|bundle) RUN.*", words=(("RUN", "{first}"),)),

@@ -162,6 +162,7 @@ def test_large_reports_are_bounded_and_open(
 ) -> None:
     assert made("run", "huge_report", 0).stat().st_size < 5_000_000
     show("run", "huge_report", "curves")
+    assert browser.run("scrollY") == 0, "an anchor leaves the title in sight"
     assert len(seen(browser, "figure")) == 30
     for view, left in (
         ("stages", "The first 1900 attempts are in report.json"),

@@ -37,9 +37,10 @@ function element(r, at) {
   return row;
 }
 function paint() {
-  const list = $(".rows"), tall = $(".tall"), from = Math.max(0, Math.floor(list.scrollTop / HEIGHT) - 10);
-  const to = Math.min(shown.length, from + Math.ceil(list.clientHeight / HEIGHT) + 20);
+  const list = $(".rows"), tall = $(".tall");
   tall.style.height = `${shown.length * HEIGHT}px`;
+  const from = Math.max(0, Math.floor(list.scrollTop / HEIGHT) - 10);
+  const to = Math.min(shown.length, from + Math.ceil(list.clientHeight / HEIGHT) + 20);
   tall.replaceChildren(...shown.slice(from, to).map((r, i) => element(r, from + i)));
 }
 function refresh() {

@@ -59,7 +59,11 @@ def markdown(report: SweepReport) -> str:
 
 def runs_tables(report: RunsReport) -> dict[str, list[tuple[str, ...]]]:
     """Tables of a report of runs for a text, by heading; the first row of each is its header."""
-    runs = [(r["run"], r["arm"], r["recipe"], r["state"], r["label"]) for r in report.runs]
+    several = len(report.seeds) > 1
+    runs = [
+        (r["run"], r["arm"] + f", seed {r['seed']}" * several, r["recipe"], r["state"], r["label"])
+        for r in report.runs
+    ]
     settings = [
         (row["field"], *(leaf(row["values"][arm])[:_MOST_OF_VALUE] for arm in report.arms))
         for row in report.settings
@@ -67,8 +71,9 @@ def runs_tables(report: RunsReport) -> dict[str, list[tuple[str, ...]]]:
     ]
     decide = "What differs, and decides what is computed"
     apart = [c for c in report.comparisons if any(n.difference for n in c.numbers)]
-    numbers = [_number_row(c, report) for c in _clear_first(apart or report.comparisons)]
-    found = {n.verdict for c in apart for n in c.numbers}
+    shown = _clear_first(apart or report.comparisons[:MOST_COMPARISONS])
+    numbers = [_number_row(comparison, report) for comparison in shown]
+    found = {n.verdict for c in shown for n in c.numbers}
     signs = ", ".join(f"{sign} {word}" for word, sign in phrases.SIGNS.items() if word in found)
     same = len(report.comparisons) - len(apart)
     signs += f"; {same} are the same" * bool(apart and same)
@@ -106,9 +111,9 @@ def _number_row(comparison: Comparison, report: SweepReport) -> tuple[str, ...]:
     cells = [f"{key.metric} of {key.model}, {key.decoding}{under}"]
     for arm in report.arms:
         row = rows.get(arm)
-        parts = [printing.MISSING] if row is None else [row["value"], row["bounds"]]
-        if row is not None and not row["baseline"]:
-            parts = [row["difference"], row["difference_bounds"], row["sign"]]
+        parts = [printing.MISSING] if row is None else [row["value"], row["bounds"], row["sign"]]
+        if row is not None and row["difference"] not in ("", printing.MISSING):
+            parts[:2] = row["difference"], row["difference_bounds"]
         cells.append(" ".join(filter(None, parts)))
     return tuple(cells)
 
