@@ -142,11 +142,13 @@ def write_samples_page(
 
 
 def _former(path: Path) -> dict[str, dict[str, Any]]:
-    """Sources by name and prompts of the index that exists."""
+    """Sources by name and prompts of the index that exists; none of a damaged one."""
     try:
         index = json.loads(path.read_text(encoding="utf-8")[len(_CALL) : -2])
         if index["version"] == _VERSION:
             sources = {entry["name"]: entry for entry in index["sources"]}
+            for entry in (*index["sources"], *index["prompts"].values()):
+                _files(entry)
             return {"sources": sources, "prompts": index["prompts"]}
     except UNREADABLE:
         pass
