@@ -91,6 +91,8 @@ def test_samples_of_deleted_rollouts_stay_also_in_a_bundle(tmp_path: Path) -> No
     shutil.rmtree(rollouts(run))
     written = report_run(workspace=run.workspace.root)
     assert len(samples(written.folder, "grpo/7")) == 3
+    elsewhere = report_run(workspace=run.workspace.root, folder=tmp_path / "elsewhere")
+    assert len(samples(elsewhere.folder, "grpo/7")) == 3
     bundle = bundle_run(workspace=run.workspace.root, out=tmp_path / "run.tar.gz")
     unbundle(bundle.file, tmp_path / "other")
     there = report_run(workspace=tmp_path / "other")

@@ -17,6 +17,7 @@ import gzip
 import hashlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,9 @@ def write_samples_page(
     from refiner_core.report.samples.rendering import SamplesPage, page
 
     place = folder / FOLDER
+    usual = reading.workspace.layout.reports / reading.run.run / FOLDER
+    if not place.exists() and usual.exists():  # it may have samples of rollouts that were deleted
+        shutil.copytree(usual, place)
     former = _former(place / INDEX)
     prompts: dict[str, Path] = {}
     sources = sorted(_sources(reading, evaluations, prompts), key=lambda s: s.order)
