@@ -7,6 +7,8 @@ complete history; one that has not begun has none.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from refiner_core.contract.marks import ABSENT, FieldInfo, walk
 HELD_OUT, TRAINED_ON = "rl_test.parquet", "rl_train.parquet"
 #: Page of all samples, beside the report of a run.
 SAMPLES_PAGE = "samples.html"
+#: The function of that page that its scripts call, and the script of a part.
+SCRIPT_CALL = "refinerSamples("
+_PART = re.compile(rb'refinerSamples\("[0-9a-f]+-\d+","[A-Za-z0-9+/=]*"\)')
 
 
 def attempts_of(workspace: Workspace, stage_id: str) -> dict[int, AttemptPaths]:
@@ -87,6 +92,18 @@ def sample_name(stage: str, part: str | int, row: Mapping[str, Any]) -> str:
 def part_of_file(file: str) -> str:
     """The decoding that a samples file of an evaluation is named after."""
     return Path(file).stem.removeprefix("samples-")
+
+
+def is_samples_script(path: Path) -> bool:
+    """True for a script that only gives values to a page of samples: not one of somebody else."""
+    text = path.read_bytes()
+    if _PART.fullmatch(text):
+        return True
+    try:
+        json.loads(text.removeprefix(SCRIPT_CALL.encode()).removesuffix(b")\n"))
+    except ValueError:
+        return False
+    return True
 
 
 def sample_address(

@@ -27,6 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from flows.running.status import required_run
+from flows.stored import is_samples_script
 from infra.disk.removal import INTENT, intent_of
 from infra.host.files import exists, make_folder
 from infra.store import atomic
@@ -359,6 +360,9 @@ def _extract(
             raise _damaged(file, f"is damaged: {member.name} has other content than its manifest")
     if left:
         raise _damaged(file, f"lacks {next(iter(left))}")
+    for path in place.glob("reports/*/**/*.js"):
+        if not is_samples_script(path):
+            raise _damaged(file, f"has {path.name}, which is no script of a page of samples")
 
 
 def _put_in_place(workspace: Workspace, run: str, place: Path) -> Unbundled:

@@ -334,7 +334,8 @@ def test_the_newest_run_is_reported_without_a_sweep(
     assert main(["report", at]) == 0
     printed = capsys.readouterr()
     folder = finished.workspace.layout.reports / finished.run.run
-    assert {p.name for p in folder.iterdir()} == {"report.html", "report.md", "report.json"}
+    reports = {"report.html", "report.md", "report.json"}
+    assert {p.name for p in folder.iterdir()} == {*reports, "samples.html", "samples"}
     assert f"Page: {folder}/report.html" in printed.err
     assert "grpo minus sft" in printed.out
     assert "## 1 incident" in printed.out

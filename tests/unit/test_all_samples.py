@@ -17,6 +17,7 @@ from flows.runs.bundling import bundle_run, unbundle
 from flows.why.explanation import explain_number, find_numbers
 from infra.store.traces import read_rollouts
 from infra.store.workspace import Workspace
+from refiner_core.contract.errors import DataError
 from refiner_core.rejection.attempts import RejectionAttempt, write_attempts
 from tests.support.recorded_run import RecordedRun
 from tests.support.sampled_run import BAD, rollouts, sampled_run
@@ -91,10 +92,17 @@ def test_samples_of_deleted_rollouts_stay_also_in_a_bundle(tmp_path: Path) -> No
     shutil.rmtree(rollouts(run))
     written = report_run(workspace=run.workspace.root)
     assert len(samples(written.folder, "grpo/7")) == 3
+    elsewhere = report_run(workspace=run.workspace.root, folder=tmp_path / "elsewhere")
+    assert len(samples(elsewhere.folder, "grpo/7")) == 3
     bundle = bundle_run(workspace=run.workspace.root, out=tmp_path / "run.tar.gz")
     unbundle(bundle.file, tmp_path / "other")
     there = report_run(workspace=tmp_path / "other")
     assert len(samples(there.folder, "grpo/7")) == 3
+    for script in ('refinerSamples("a-0","");alert(1)', "refinerSamples(alert(1))\n"):
+        (written.folder / "samples" / "a-0.js").write_text(script)
+        bad = bundle_run(workspace=run.workspace.root, out=tmp_path / f"{len(script)}.tar.gz")
+        with pytest.raises(DataError, match="no script of a page of samples"):
+            unbundle(bad.file, tmp_path / "another")
 
 
 def test_a_long_training_shows_every_kth_step_and_the_last(

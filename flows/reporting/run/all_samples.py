@@ -17,6 +17,7 @@ import gzip
 import hashlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from flows.reporting.samples import credit_of
 from flows.stored import (
     HELD_OUT,
     SAMPLES_PAGE,
+    SCRIPT_CALL,
     TRAINED_ON,
     newest_rollouts,
     part_of_file,
@@ -62,7 +64,7 @@ MOST_SAMPLES = 1_000_000
 _MOST_OF_QUESTION, _MOST_JUDGEMENTS = 120, 200
 #: Age at which a file of an earlier page is removed, seconds.
 _OLD_S = 3600
-_VERSION, _CALL = 1, "refinerSamples("
+_VERSION = 1
 _BULK = ("logprobs", "own", "turn_advantages")
 _LENGTHS = ("response_ids", "token_ids", "length_tokens")
 #: Outcome of a criterion, as in the page's script.
@@ -107,6 +109,9 @@ def write_samples_page(
     from refiner_core.report.samples.rendering import SamplesPage, page
 
     place = folder / FOLDER
+    usual = reading.workspace.layout.reports / reading.run.run / FOLDER
+    if not place.exists() and usual.exists():  # it may have samples of rollouts that were deleted
+        shutil.copytree(usual, place)
     former = _former(place / INDEX)
     prompts: dict[str, Path] = {}
     sources = sorted(_sources(reading, evaluations, prompts), key=lambda s: s.order)
@@ -133,7 +138,7 @@ def write_samples_page(
         known |= {} if made is None else {key: made}
     index = {"version": _VERSION, "part": PART, "sources": ordered, "prompts": known}
     index["left_out"] = len(sources) - len(shown)
-    atomic.write_text(place / INDEX, f"{_CALL}{json.dumps(index)})\n")
+    atomic.write_text(place / INDEX, f"{SCRIPT_CALL}{json.dumps(index)})\n")
     total = sum(entry["n"] for entry in ordered)
     text = page(SamplesPage(reading.run.run, reading.run.recipe, total, now_text()))
     atomic.write_text(folder / SAMPLES_PAGE, text)
@@ -142,11 +147,13 @@ def write_samples_page(
 
 
 def _former(path: Path) -> dict[str, dict[str, Any]]:
-    """Sources by name and prompts of the index that exists."""
+    """Sources by name and prompts of the index that exists; none of a damaged one."""
     try:
-        index = json.loads(path.read_text(encoding="utf-8")[len(_CALL) : -2])
+        index = json.loads(path.read_text(encoding="utf-8")[len(SCRIPT_CALL) : -2])
         if index["version"] == _VERSION:
             sources = {entry["name"]: entry for entry in index["sources"]}
+            for entry in (*index["sources"], *index["prompts"].values()):
+                _files(entry)
             return {"sources": sources, "prompts": index["prompts"]}
     except UNREADABLE:
         pass
@@ -255,7 +262,9 @@ def _line(value: Any) -> str:
 def _write_part(place: Path, name: str, lines: Sequence[str]) -> None:
     place.mkdir(parents=True, exist_ok=True)
     packed = _packed("\n".join(lines))
-    atomic.write_bytes(place / f"{name}.js", f'{_CALL}"{name}","{packed}")'.encode(), sync=False)
+    atomic.write_bytes(
+        place / f"{name}.js", f'{SCRIPT_CALL}"{name}","{packed}")'.encode(), sync=False
+    )
 
 
 def _entry(place: Path, source: _Source, former: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
