@@ -200,8 +200,8 @@ def _what(stage: StageHistory, attempt: Attempt, outcome: AttemptOutcome) -> str
         what = f"hung: {first_line(outcome.message, 200).partition('. Expected')[0]}"
     elif outcome.rank is not None:
         what = f"{what} in rank {outcome.rank}"
-    where = _where(stage, attempt, outcome)
-    return " ".join(filter(None, [what, where, f"on {attempt.node}" if attempt.node else ""]))
+    where, node = _where(stage, attempt, outcome), outcome.node or attempt.node
+    return " ".join(filter(None, [what, where, f"on {node}" if node else ""]))
 
 
 def _where(stage: StageHistory, attempt: Attempt, outcome: AttemptOutcome) -> str:

@@ -296,7 +296,7 @@ class LaunchFailure:
 
     ``errors`` are pairs of rank and error, oldest first; ``failures`` the agents', by rank, oldest
     first (``code``, ``pid``, ``late_s`` after the first); ``lines`` the last lines of output;
-    ``code`` is an agent's exit code; ``lost`` are the names of nodes that are gone, by number.
+    ``code`` is an agent's exit code; ``lost`` are the names of nodes that are gone, by first rank.
     """
 
     errors: list[tuple[int, Exception]] = field(default_factory=list)
@@ -305,7 +305,6 @@ class LaunchFailure:
     code: int | None = None
     oom_kills: int = 0
     lost: Mapping[int, str] = field(default_factory=dict)
-    ranks_per_node: int = 1
     folder: Path = Path()
     watch: RankWatch = field(default_factory=RankWatch)
 
@@ -340,14 +339,13 @@ def error_of(ended: LaunchFailure) -> Exception:
         return in_rank(_killed(ended, *hard[0]), hard[0][0])
     for error in sorted(own, key=lambda e: isinstance(e, Interrupted)):  # sorted() keeps the order
         return error
-    if ended.lost:
-        node, host = next(iter(ended.lost.items()))
+    for rank, host in ended.lost.items():
         error = NodeLost(
-            f"Node {node} of the job ({host}) is gone: its connection ended without a last message",
+            f"Node {host} of the job is gone: its connection ended without a last message",
             expected="all nodes to live until the stage ends",
             fix="nothing: the next attempt avoids it, and resumes from the last checkpoint",
         )
-        return in_rank(error, node * ended.ranks_per_node)
+        return in_rank(error, rank)
     if killed:  # a library aborted (NCCL's watchdog, a failed check in C++)
         return in_rank(_killed(ended, *killed[0]), killed[0][0])
     spoke = {rank for rank, _ in ended.errors}
@@ -456,9 +454,7 @@ def run_ranks(
         io.progress(Progress(0, 0, "starting ranks"))
         watch = watch or RankWatch()
         watch.start()
-        each = placement.nproc_per_node
-        ended = LaunchFailure(ranks_per_node=each, folder=folder, watch=watch)
-        mark = secrets.token_hex(16)
+        ended, mark = LaunchFailure(folder=folder, watch=watch), secrets.token_hex(16)
         meet_at = "" if nodes is None else nodes.meeting
         common = {"placement": asdict(placement), "meet": meet_at, "patience_s": shutdown_s}
         text = json.dumps({**order, **common})
@@ -475,7 +471,8 @@ def run_ranks(
         ended.code = process.code if ended.code is None else ended.code
         ended.take(mark, nodes.last_lines() if nodes is not None else ())
         ended.oom_kills = kernel_oom_kills() - oom_before
-        ended.lost = {} if nodes is None else nodes.lost
+        lost = {} if nodes is None else nodes.lost
+        ended.lost = {node * placement.nproc_per_node: host for node, host in lost.items()}
         if bridge.report is None or ended.errors:
             raise error_of(ended)
         for rank, failure in ended.failures.items():

@@ -23,9 +23,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -34,7 +34,13 @@ from typing import Any
 from infra.host.processes import node_address
 from infra.ranks.bridge import accept_nodes, receive, send, shut
 from infra.ranks.messages import decode, encode
-from infra.rollouts.servers import LOOPBACK, LocalRolloutServers, local_servers, vllm_generator
+from infra.rollouts.servers import (
+    LOOPBACK,
+    LocalRolloutServers,
+    all_started,
+    local_servers,
+    vllm_generator,
+)
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted, KilledError
 from refiner_core.contract.placement import placement_of
@@ -157,13 +163,8 @@ class ServersOfNodes:
 
     def start(self, weights: Path) -> list[Endpoint]:
         """Start all of them in parallel."""
-        with ThreadPoolExecutor(len(self._nodes)) as pool:
-            starts = [pool.submit(node.start, weights) for node in self._nodes]
-            errors = [error for start in starts if (error := start.exception()) is not None]
-        if errors:
-            self.close()
-            raise errors[0]
-        return [endpoint for start in starts for endpoint in start.result()]
+        starts = [partial(node.start, weights) for node in self._nodes]
+        return [one for found in all_started(starts, undo=self.close) for one in found]
 
     def replace(self, index: int, weights: Path, why: str) -> Endpoint:
         """End one at once and start another on the same node."""

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import psutil
 
@@ -77,6 +77,7 @@ _CPU_BATCHED_TOKENS = 4096
 #: Settings of our launcher of ranks, which a server must not see.
 _RANKS = (*ENVIRONMENT, "DS_ACCELERATOR", JOB_GPUS)
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 _PREFIX = "refiner-rollouts"
 _NAME = re.compile(rf"{_PREFIX}-(?P<where>.+)-(?P<pid>\d+)-(?P<started>\d+(?:\.\d+)?)")
@@ -325,14 +326,8 @@ class LocalRolloutServers:
 
     def start(self, weights: Path) -> list[Endpoint]:
         """Start all of them in parallel."""
-        with ThreadPoolExecutor(len(self.places)) as pool:
-            numbers = range(len(self.places))
-            starts = [pool.submit(self._start, index, weights) for index in numbers]
-            errors = [error for start in starts if (error := start.exception()) is not None]
-        if errors:
-            self._stop_all(0.0)
-            raise errors[0]
-        return [start.result() for start in starts]
+        starts = [partial(self._start, index, weights) for index in range(len(self.places))]
+        return all_started(starts, undo=partial(self._stop_all, 0.0))
 
     def replace(self, index: int, weights: Path, why: str) -> Endpoint:
         """End one at once and start another, within ``max_restarts`` in all.
@@ -401,6 +396,17 @@ class LocalRolloutServers:
         server.start()
         server.note_memory(self.memory)
         return server.endpoint
+
+
+def all_started(starts: Sequence[Callable[[], T]], *, undo: Callable[[], None]) -> list[T]:
+    """Results of starts that run in parallel; after an error of one, all are undone."""
+    with ThreadPoolExecutor(len(starts)) as pool:
+        futures = [pool.submit(start) for start in starts]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        undo()
+        raise errors[0]
+    return [future.result() for future in futures]
 
 
 @contextmanager

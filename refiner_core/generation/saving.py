@@ -11,7 +11,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +73,21 @@ def save_model(
 
 
 def _save_weights(model: Any, folder: Path, weights: Weights, shard_bytes: int) -> None:
+    # Else transformers writes on rank 0 alone, once there is a process group.
+    model.should_save_on_this_rank = lambda is_main_process: True
     files: list[Path] = []
     totals = {"total_parameters": 0, "total_size": 0}
     for shard in _shards(weights, shard_bytes):
         totals["total_parameters"] += sum(tensor.numel() for tensor in shard.values())
         totals["total_size"] += sum(tensor.nbytes for tensor in shard.values())
-        with _saved_here(model):
-            model.save_pretrained(folder, state_dict=shard, max_shard_size=sys.maxsize)
+        model.save_pretrained(folder, state_dict=shard, max_shard_size=sys.maxsize)
         files.append((folder / WEIGHTS).rename(folder / f"shard-{len(files)}"))
     if len(files) == 1:
         files[0].rename(folder / WEIGHTS)
         return
     index: dict[str, str] = {}
     for number, file in enumerate(files, start=1):
-        stem, _, end = WEIGHTS.partition(".")
-        named = file.rename(folder / f"{stem}-{number:05d}-of-{len(files):05d}.{end}")
+        named = file.rename(folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
         with safe_open(named, "pt") as opened:
             index |= dict.fromkeys(opened.keys(), named.name)
     text = json.dumps({"metadata": totals, "weight_map": index}, indent=2, sort_keys=True)
@@ -107,13 +106,3 @@ def _shards(weights: Weights, shard_bytes: int) -> Iterator[dict[str, torch.Tens
         shard[name] = tensor.detach().to("cpu", copy=True)
         size += tensor.nbytes
     yield shard
-
-
-@contextmanager
-def _saved_here(model: Any) -> Iterator[None]:
-    """Let transformers write the model in this process: in a process group, rank 0 alone does."""
-    model.should_save_on_this_rank = lambda is_main_process: True
-    try:
-        yield
-    finally:
-        del model.should_save_on_this_rank

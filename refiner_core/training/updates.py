@@ -134,7 +134,6 @@ class _StepBatches:
         self, engine: Engine, samples: Sequence[Sample], pack_length: int, per_pass: int
     ) -> None:
         self.engine = engine
-        self.flex = engine.flex_balance is not None
         self.shares = engine.share_prompts and (
             engine.flex_balance is None or sharing_pays(samples, pack_length, engine.flex_balance)
         )
@@ -149,7 +148,9 @@ class _StepBatches:
         self._mine, self._per_pass = every[engine.ranks.rank], per_pass
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.engine.batches(self._mine, self._per_pass, flex=self.flex)
+        return self.engine.batches(
+            self._mine, self._per_pass, flex=self.engine.flex_balance is not None
+        )
 
     def merged(self, flat_F: torch.Tensor) -> torch.Tensor:
         """Flat values that each rank has for its own targets, merged on all ranks."""

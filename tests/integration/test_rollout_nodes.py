@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import threading
 from collections.abc import Iterator
@@ -114,7 +115,7 @@ class Nodes:
         )
 
     def _engine(self, node: int, version: int) -> Any:
-        loaded = LoadedModel(self.models[version], tiny_tokenizer(), False, None)
+        loaded = LoadedModel(copy.deepcopy(self.models[version]), tiny_tokenizer(), False, None)
         config = self.config(node).model
         return PlainEngine(loaded, config, self.ranks[node], learning_rate=1.0)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from refiner_core.contract.errors import (
     HealthStop,
@@ -150,10 +151,16 @@ class ModelServers(TransformersGenerator):
         super().__init__(model, tiny_tokenizer())
         self.versions: list[str] = []
 
-    def sync(self, whole: Any, version: str) -> None:
+    def sync(self, hand_over: Any, version: str) -> None:
         self.versions.append(version)
-        with whole as live:
-            self.model.load_state_dict(live.state_dict())
+        copies = dict(self.model.named_parameters())
+
+        def save(_: Any, weights: Any) -> None:
+            with torch.no_grad():
+                for name, weight in weights:
+                    copies[name].copy_(weight)
+
+        hand_over(lambda _: [3, 4], save)
 
 
 @pytest.mark.parametrize("behind", [0, 1])
@@ -169,7 +176,7 @@ def test_servers_give_the_run_of_the_model_beside_the_trainer(straight, new, beh
 def test_weights_that_do_not_reach_the_servers_end_the_stage(new):
     servers, run = ModelServers(tiny_model(5)), new(async_steps=1)
 
-    def lost(whole: Any, version: str) -> None:
+    def lost(hand_over: Any, version: str) -> None:
         raise KilledError("the server is gone")
 
     servers.sync = lost

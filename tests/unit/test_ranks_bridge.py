@@ -288,10 +288,8 @@ def test_the_first_cause_counts_and_not_its_consequence(
         ),
         (LaunchFailure(failures={1: failure(-9)}, oom_kills=1), MemoryError, "", "out_of_memory"),
         (
-            LaunchFailure(
-                errors=[(0, GONE)], failures={0: failure(1)}, lost={1: "n7"}, ranks_per_node=4
-            ),
-            *(NodeLost, "Node 1 of the job (n7) is gone", "node_failure"),
+            LaunchFailure(errors=[(0, GONE)], failures={0: failure(1)}, lost={4: "n7"}),
+            *(NodeLost, "Node n7 of the job is gone", "node_failure"),
         ),
         (
             LaunchFailure(

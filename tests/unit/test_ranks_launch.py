@@ -95,6 +95,15 @@ def test_silent_connections_delay_no_node(tmp_path: Path, monkeypatch: pytest.Mo
         others.start(["true", "true"], {})
 
 
+def test_a_node_whose_connection_ends_without_a_last_message_is_lost(tmp_path: Path) -> None:
+    with OtherNodes(tmp_path, SlurmJob("1"), 1) as others:
+        with knocking(tmp_path, silent=0):
+            others.start(["true", "true"], {})
+            assert others.lost == {}
+        list(others.last_lines())
+        assert others.lost == {1: "n1"}
+
+
 def test_missing_nodes_are_awaited_up_to_the_limit(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(nodes, "_COME_S", 1.0)
     with (

@@ -202,8 +202,6 @@ def device_of(resources: Resources, ranks: Ranks) -> Any:
     ConfigurationError
         This rank has none.
     """
-    import torch
-
     device = device_for(resources)
     if device.type == "cpu" or ranks.world == 1:
         return device

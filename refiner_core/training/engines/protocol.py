@@ -356,33 +356,23 @@ class Engine(ABC):
         return self.ranks.broadcast({n: max((v[n] for v in gathered), default=0.0) for n in mine})
 
     def _require_equal_weights(self) -> None:
-        require_equal_weights(self.model, self.ranks)
+        """Raise on every rank if two do not hold bitwise the same weights: a machine or a library
+        is faulty, and a checkpoint would hold the weights of one rank only."""
+        if self.ranks.world == 1 or self.partitioned:
+            return
+        gathered = self.ranks.gather(_fingerprint(self.model)) or []
+        odd = [rank for rank, value in enumerate(gathered) if value != gathered[0]]
+        if odd := self.ranks.broadcast(odd):
+            raise StageFailed(
+                f"The weights of rank {odd[0]} are not those of rank 0, though both made the "
+                "same updates",
+                expected="bitwise equal weights on all ranks",
+                fix="run it again from the last checkpoint, without the node of that rank; if it "
+                "happens again, please report it",
+            )
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def require_equal_weights(model: Any, ranks: Ranks) -> None:
-    """Raise if two ranks do not hold bitwise the same weights.
-
-    Raises
-    ------
-    StageFailed
-        On every rank: a machine or a library is faulty, and a checkpoint would hold the weights
-        of one rank only.
-    """
-    if ranks.world == 1:
-        return
-    gathered = ranks.gather(_fingerprint(model)) or []
-    odd = [rank for rank, value in enumerate(gathered) if value != gathered[0]]
-    if odd := ranks.broadcast(odd):
-        raise StageFailed(
-            f"The weights of rank {odd[0]} are not those of rank 0, though both made the "
-            "same updates",
-            expected="bitwise equal weights on all ranks",
-            fix="run it again from the last checkpoint, without the node of that rank; if it "
-            "happens again, please report it",
-        )
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -110,7 +110,7 @@ def open_zero_engine(
         DeepSpeed is not installed, or cannot be used here.
     """
     stage = 3 if section.deepspeed_stage == 3 else 2
-    deepspeed = _import_deepspeed(device)
+    _import_deepspeed(device)
     _join_process_group(device)
     loaded = (
         loading.load_on_first(model_ref, config, device, ranks)
@@ -125,14 +125,20 @@ def open_zero_engine(
     optimizer = adamw(decayed, rest, weights, *rates)
     module = ScoringModel(loaded.model)
     module.train(loaded.model.training)
-    said = io.StringIO()
-    with redirect_stdout(said):  # it prints the machine's memory, among others
-        wrapped, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=settings, dist_init_required=False
-        )
-    log.debug("DeepSpeed: %s", said.getvalue())
+    wrapped = _initialized(model=module, optimizer=optimizer, config=settings)
     wrapped.module.train(loaded.model.training)
     return _ZeroEngine(loaded, wrapped, settings, config, ranks, section.learning_rate)
+
+
+def _initialized(**given: Any) -> Any:
+    """DeepSpeed's engine; what it prints (the machine's memory, among others) goes to the log."""
+    import deepspeed
+
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        wrapped, *_ = deepspeed.initialize(**given, dist_init_required=False)
+    log.debug("DeepSpeed: %s", printed.getvalue())
+    return wrapped
 
 
 def _deepspeed_settings(
@@ -245,18 +251,11 @@ class _ZeroEngine(Engine):
         """Scores of a frozen model, sharded under ZeRO-3: all ranks score equally many batches."""
         if not self.partitioned:
             return super().reference(model_ref)
-        import deepspeed
-
         loaded = loading.load_on_first(model_ref, self._config, self.device, self.ranks)
         module = ScoringModel(loaded.model.requires_grad_(False)).eval()
         unused = ("offload_optimizer",)
         zero = {k: v for k, v in self._settings["zero_optimization"].items() if k not in unused}
-        with redirect_stdout(io.StringIO()):
-            wrapped, *_ = deepspeed.initialize(
-                model=module,
-                config={**self._settings, "zero_optimization": zero},
-                dist_init_required=False,
-            )
+        wrapped = _initialized(model=module, config={**self._settings, "zero_optimization": zero})
 
         def score(batch: Batch, *, temperature: float = 1.0) -> TokenScores:
             return TokenScores(*wrapped(batch, temperature, "off"))
@@ -383,10 +382,6 @@ class _ZeroEngine(Engine):
         self._run_pending(last=False)
         return self._wrapped(ids_BL)
 
-    def _require_equal_weights(self) -> None:
-        if not self.partitioned:
-            super()._require_equal_weights()
-
     def _run_pending(self, *, last: bool) -> None:
         loss, self._pending = self._pending, None
         if loss is None:
@@ -425,8 +420,8 @@ def _without_hooks(module: Any) -> Iterator[None]:
             setattr(owner, name, hooks)
 
 
-def _import_deepspeed(device: Any) -> Any:
-    """The package, with quiet logging, set up for the kind of device."""
+def _import_deepspeed(device: Any) -> None:
+    """Import the package, with quiet logging, and set it up for the kind of device."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     # It uses the GPU of this number, even if a rank sees only its own: when it is opened, and
     # again at the first steps under ZeRO-3.
@@ -445,7 +440,6 @@ def _import_deepspeed(device: Any) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # On a CPU it would first compile its own all-reduce, which not every CPU can run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
 
 
 def _join_process_group(device: Any) -> None:

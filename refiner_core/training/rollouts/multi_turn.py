@@ -52,7 +52,7 @@ from refiner_core.training.rollouts.rollout import (
     RolloutSample,
     TrainSample,
     batch_metrics,
-    group_advantages,
+    form_groups,
     means,
     own_tokens,
     rollout_rows,
@@ -116,19 +116,14 @@ def form_episode_groups(
 ) -> _EpisodeBatch:
     """Advantages within each task's samples. ``weight(sample_id)`` is the factor on a task's
     advantages, applied after the statistics of its group."""
-    size = grpo.num_samples_per_prompt_rollout
-    groups: list[GroupAdvantages] = []
-    weights: list[float] = []
-    for at in range(0, len(samples), size):
-        factor = weight(samples[at].prompt.sample_id)
-        totals = [result.total for result in results[at : at + size]]
-        group = group_advantages(totals, grpo.advantage_normalization_type)
-        values = tuple(None if value is None else factor * value for value in group.values)
-        groups.append(GroupAdvantages(values, group.dropped))
-        weights.append(factor)
-    return _EpisodeBatch(
-        tuple(samples), tuple(results), tuple(groups), tuple(records), tuple(weights)
-    )
+    size, kind = grpo.num_samples_per_prompt_rollout, grpo.advantage_normalization_type
+    plain = form_groups(samples, results, size=size, normalization=kind)
+    weights = tuple(weight(sample.prompt.sample_id) for sample in samples[::size])
+    groups = [
+        GroupAdvantages(tuple(v if v is None else w * v for v in group.values), group.dropped)
+        for w, group in zip(weights, plain.groups, strict=True)
+    ]
+    return _EpisodeBatch(plain.samples, plain.results, tuple(groups), tuple(records), weights)
 
 
 #: Counts of a step that the report sums.

@@ -159,6 +159,6 @@ class ServedPolicy(Policy):
                     raise  # on all ranks, already
                 error = raised
         if not entered:  # the other ranks wait inside it
-            engine.hand_over(lambda _: (), self._save)
+            engine.hand_over(lambda _: [0], self._save)
         engine.ranks.all_or_none(error)
         self.version = version
