@@ -374,15 +374,12 @@ def _recorded_files(made: CheckpointOrigin) -> dict[str, str]:
         if name == "judge_prompt" and value in prompt_versions():
             continue
         if name == "tokenizer":
-            if not digest and _is_folder_name(str(value)):
+            is_folder = str(value).startswith(("/", ".", "~")) or str(value).count("/") != 1
+            if is_folder and not digest:
                 found[name] = ""
         elif digest and not digest.startswith(_NO_FILE):
             found[name] = digest
     return found
-
-
-def _is_folder_name(text: str) -> bool:
-    return text.startswith(("/", ".", "~")) or text.count("/") != 1
 
 
 def _files(command: str, made: CheckpointOrigin, recipe_file: str | None = None) -> dict[str, str]:

@@ -97,7 +97,8 @@ class PlanBuilder:
             return known
         identity = stage_values(config, sources, fields, name == "publish-best")
         identity |= {f"{role}.step": step for role, step in at_step.items()}
-        version = of_kind.version_for(agents=bool(config.environment.name))
+        own = of_kind.version_of_agents if config.environment.name else None
+        version = of_kind.version if own is None else own
         made = self._memo[made_of] = PlannedStage(
             name=name,
             kind=kind,
