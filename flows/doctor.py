@@ -43,7 +43,6 @@ from refiner_core.contract.services import asks_judge, serves
 from refiner_core.contract.types import THINKING_OFF, WITHOUT_REASONING
 from refiner_core.report.printing import size
 
-_JUDGE_S = 60.0
 _SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)*=[^\s`;,)]+")
 
 
@@ -88,11 +87,8 @@ def examine(
     mask_keys_of(config)
     plan, refusal = _planned(recipe, overrides) if recipe else (None, None)
     words = shlex.join([*([recipe] if recipe else []), *map(masked_override, overrides)])
-    stages = tuple(plan.stages) if plan else ()
-    info = SystemInfo(config, words if recipe else "", words, stages, offline)
-    areas = (machine, gpu, slurm, services)
-    checks = [check for area in areas for check in area.CHECKS]
-    checks += _recipe_checks(plan, refusal, info)
+    info = SystemInfo(config, words if recipe else "", words, plan, refusal, offline)
+    checks = (*machine.CHECKS, *gpu.CHECKS, *slurm.CHECKS, *services.CHECKS, *CHECKS)
     chosen = [c for c in checks if not only or c.area in only]
     found = run_checks(chosen, info, limit_s=limit_s, tell=tell)
     return [replace(f, what=masked(f.what), fix=masked(f.fix), why=masked(f.why)) for f in found]
@@ -122,32 +118,6 @@ def _planned(recipe: str, overrides: Sequence[str]) -> tuple[Plan | None, Refine
 # ---------------------------------------------------------------- checks of the recipe
 
 
-def _recipe_checks(
-    plan: Plan | None, refusal: RefinerError | None, info: SystemInfo
-) -> list[DoctorCheck]:
-    checks = [
-        DoctorCheck(
-            *("judge", "judge", _judge),
-            limit_s=_JUDGE_S,
-            needed=lambda x: x.recipe and asks_judge(x.config) and x.config.judge.kind == "openai",
-            hung="curl --max-time 10 JUDGE/models",
-        )
-    ]
-    checks.append(DoctorCheck("gpu", "certificate", _certificate, limit_s=20))
-    if info.recipe:
-        checks.append(
-            DoctorCheck(
-                "recipe", "plan", lambda _: _plan(plan, refusal, info), needed=lambda _: True
-            )
-        )
-    if plan is not None:
-        checks.append(DoctorCheck("recipe", "GPUs", lambda _: _gpu_use(plan, info)))
-        checks.append(
-            DoctorCheck("workspace", "forecast", lambda _: _forecast(plan, info), limit_s=60)
-        )
-    return checks
-
-
 def _certificate(info: SystemInfo) -> Iterator[CheckResult]:
     """The certificate of this node: failed checks, and changes since."""
     fix = shlex.join(["refiner", "certify", f"workspace={info.workspace}"])
@@ -170,15 +140,14 @@ def _certificate(info: SystemInfo) -> Iterator[CheckResult]:
     yield outdated if changed or failed else fine(what)
 
 
-def _plan(
-    plan: Plan | None, refusal: RefinerError | None, info: SystemInfo
-) -> Iterator[CheckResult]:
-    if refusal is not None:
+def _plan(info: SystemInfo) -> Iterator[CheckResult]:
+    if (refusal := info.refusal) is not None:
         proposed = _SETTING.search(refusal.fix)  # the first `key=value`
         fix = f"refiner doctor {info.recipe}" + (f" {proposed[0]}" if proposed else "")
         yield found("broken", refusal.what, fix, refusal.fix)
         return
-    assert plan is not None
+    if (plan := info.plan) is None:
+        return
     from flows.checking.resources import planning_notes
 
     names = ", ".join(s.name for s in plan.stages)
@@ -187,11 +156,11 @@ def _plan(
         yield found("warning", note, f"refiner plan {info.recipe}", name="note")
 
 
-def _gpu_use(plan: Plan, info: SystemInfo) -> CheckResult | None:
+def _gpu_use(info: SystemInfo) -> CheckResult | None:
     """Whether the jobs that must run together have enough GPUs, here or on the cluster's nodes."""
     from flows.checking.resources import gpu_use
 
-    use = gpu_use(plan)
+    use = gpu_use(info.plan) if info.plan else None
     if use is None or use.nodes is None:
         return None
     if use.lacks:
@@ -199,10 +168,12 @@ def _gpu_use(plan: Plan, info: SystemInfo) -> CheckResult | None:
     return fine(f"{use.at_once} are needed at the same time, and {sum(use.nodes)} are there")
 
 
-def _forecast(plan: Plan, info: SystemInfo) -> CheckResult:
+def _forecast(info: SystemInfo) -> CheckResult | None:
     from flows.disk import planned_space
 
-    room = planned_space([plan])
+    if info.plan is None:
+        return None
+    room = planned_space([info.plan])
     needed, free = room.forecast.needed_bytes, room.free_bytes
     what = f"takes up to {size(needed)}; {size(free)} are free"
     if room.forecast.unknown:
@@ -266,3 +237,16 @@ def _answer(info: SystemInfo, judge: JudgeConfig) -> CheckResult:
         fix,
         "a judgement without a score removes its rollout from the loss",
     )
+
+
+CHECKS = (
+    DoctorCheck(
+        *("judge", "judge", _judge, 60),
+        lambda x: x.recipe and asks_judge(x.config) and x.config.judge.kind == "openai",
+        "curl --max-time 10 JUDGE/models",
+    ),
+    DoctorCheck("gpu", "certificate", _certificate),
+    DoctorCheck("recipe", "plan", _plan, needed=lambda _: True),
+    DoctorCheck("recipe", "GPUs", _gpu_use),
+    DoctorCheck("workspace", "forecast", _forecast, limit_s=60),
+)

@@ -36,7 +36,13 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.files import readable, yaml_fields
+from refiner_core.contract.files import (
+    find_file,
+    readable,
+    refuse_unknown,
+    shipped_files,
+    yaml_fields,
+)
 from refiner_core.contract.loading import (
     leaves,
     read_overrides,
@@ -47,7 +53,6 @@ from refiner_core.contract.loading import (
 )
 from refiner_core.contract.marks import STRICT
 from refiner_core.contract.recipes import shipped_recipes
-from refiner_core.contract.shipped import find_file, refuse_unknown, shipped_files
 from sweeps.values import Limits, Question, SweepFile
 
 #: Longer names are cut, and end with a hash of the whole name.
@@ -344,7 +349,7 @@ def load_sweep(name_or_path: str) -> SweepFile:
     is_recipe = name_or_path in shipped_recipes()
     hint = " That is a recipe; `refiner run` carries it out." if is_recipe else ""
     path = find_file(name_or_path, "sweep", shipped_sweeps(), hint=hint).absolute()
-    with readable(path, f"Sweep {path}"):
+    with readable(f"Sweep {path}"):
         text = path.read_text(encoding="utf-8")
     return parse_sweep(text, path.stem, str(path))
 

@@ -37,7 +37,7 @@ from refiner_core.cards.public import (
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError, StageFailed
-from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.fields import nested, replace_fields
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import FieldInfo, walk
@@ -116,11 +116,11 @@ def recipe_text(config: RecipeConfig) -> str:
     for path, info in walk(RecipeConfig):
         value = get_field(config, path)
         if path == "stages" or (value != info.default and _is_said(path, info, config)):
-            _put(values, path, _public(path, value))
+            values[path] = _public(path, value)
     if config.judge.kind == "openai" and asks_judge(config):
-        _put(values, "judge.base_url", _ANY_JUDGE)
+        values["judge.base_url"] = _ANY_JUDGE
     return _HEADER + yaml.dump(
-        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
+        nested(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
     )
 
 
@@ -171,13 +171,6 @@ def _named(path: str, value: str) -> str:
     """Public name; a folder of prompts still looks like a folder, not like a version."""
     name = public_name(value)
     return f"./{name}" if path == "judge.prompt" and "/" in value else name
-
-
-def _put(values: dict[str, Any], path: str, value: Any) -> None:
-    *parents, name = path.split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-    values[name] = value
 
 
 def _flow(value: Any) -> str:
@@ -381,15 +374,12 @@ def _recorded_files(made: CheckpointOrigin) -> dict[str, str]:
         if name == "judge_prompt" and value in prompt_versions():
             continue
         if name == "tokenizer":
-            if not digest and _is_folder_name(str(value)):
+            is_folder = str(value).startswith(("/", ".", "~")) or str(value).count("/") != 1
+            if is_folder and not digest:
                 found[name] = ""
         elif digest and not digest.startswith(_NO_FILE):
             found[name] = digest
     return found
-
-
-def _is_folder_name(text: str) -> bool:
-    return text.startswith(("/", ".", "~")) or text.count("/") != 1
 
 
 def _files(command: str, made: CheckpointOrigin, recipe_file: str | None = None) -> dict[str, str]:

@@ -239,7 +239,9 @@ def gpu_lines(plan: Plan) -> list[str]:
     more = f"; up to {use.most} with stages that may run beside" * (use.most > use.at_once)
     lines = [f"GPUs: {use.at_once} at the same time ({jobs}){more}"]
     cells = [
-        (job, n, "".join(f"{c:<4}" for c in node)) for job in use.jobs for n, node in _rows(job)
+        (job, number, "".join(f"{c:<4}" for c in node))
+        for job in use.jobs
+        for number, node in enumerate(job.layout, start=1)
     ]
     if use.executor == "local":
         known = f" ({sum(use.nodes)} GPUs)" if use.nodes is not None else ""
@@ -260,10 +262,6 @@ def gpu_lines(plan: Plan) -> list[str]:
     if use.lacks:
         lines.append(f"Impossible here: {use.lacks}. To fix it: {use.fix}.")
     return lines
-
-
-def _rows(job: GpuJob) -> Iterator[tuple[int, tuple[str, ...]]]:
-    return enumerate(job.layout, start=1)
 
 
 def gpus_json(plan: Plan) -> dict[str, Any] | None:

@@ -11,9 +11,9 @@ import click
 
 from flows.cli.options import (
     argument,
+    at_most_one,
     command_line,
     json_option,
-    misuse,
     print_line,
     print_next,
     progress,
@@ -54,9 +54,7 @@ def check_data_command(file: str, words: tuple[str, ...], which: Any, as_json: b
     from flows.checking.own_data import check_data
 
     names, overrides = split_overrides(words)
-    if len(names) > 1:
-        raise misuse(f"It was given {' '.join(names)}. It takes one recipe, or none.")
-    recipe = names[0] if names else None
+    recipe = at_most_one(names, "recipe")
     check = check_data(file, recipe, overrides, which=which, progress=progress("rows"))
     show(as_json, lambda: _check_json(check), lambda: _check_lines(check, file))
     if not as_json and not check.refused and check.usable:

@@ -343,15 +343,11 @@ def _listening(port: int) -> Any:
 
     from refiner_core.contract.errors import ConfigurationError
 
-    found = socket.socket()
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind(("127.0.0.1", port))
+        return socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise ConfigurationError(
             f"Port {port} cannot be used: {error.strerror}.",
             expected="a free port of this machine",
             fix="leave --port out, or name another one",
         ) from error
-    found.listen()
-    return found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from flows.cli.aliases import former
+from flows.cli.aliases import former, former_option
 from flows.cli.options import (
     argument,
     at_most_one,
@@ -170,29 +170,28 @@ def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 @file_argument
 @overrides_argument
 @json_option
-@click.option("--csv", "as_csv", is_flag=True, help="print CSV on stdout, one line per number")
-def history_command(file: str, overrides: tuple[str, ...], as_json: bool, as_csv: bool) -> int:
+@former_option("--csv", "`refiner nightly history --json` prints all numbers.", flag=True)
+def history_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Print the table of all nights."""
     from flows.nightly.history import history_json
     from flows.nightly.night import nightly_history
 
     reading = nightly_history(file, overrides).reading
-    show(as_json, lambda: history_json(reading), lambda: _history_lines(reading, as_csv))
+    show(as_json, lambda: history_json(reading), lambda: _history_lines(reading))
     return 0
 
 
-def _history_lines(reading: HistoryView, as_csv: bool) -> Iterator[str]:
-    from flows.nightly.history import history_lines
-    from refiner_core.report.sweep.rendering import csv_of
-
-    lines = history_lines(reading)
-    if as_csv:
-        yield csv_of(lines).removesuffix("\n")
-        return
-    lines = [line for line in lines if line["metric"] in reading.nightly.alerts.metrics]
-    shown = ("night", "checkpoint", "decoding", "metric", "value", "low", "high", "n")
-    rows = [[_cell(line[c]) for c in (*shown, "protocol", "source")] for line in lines]
-    yield from table_lines(rows, (*shown, "protocol", "weights"))
+def _history_lines(reading: HistoryView) -> Iterator[str]:
+    """One line per value of a watched metric."""
+    shown = ("night", "checkpoint", "decoding", "metric", "value", "low", "high", "n", "protocol")
+    rows = [
+        [_cell(line.get(column)) for column in (*shown, "source")]
+        for row in reading.rows
+        for metric, number in row.numbers.items()
+        if metric in reading.nightly.alerts.metrics
+        for line in [{**vars(row), "metric": metric, **number}]
+    ]
+    yield from table_lines(rows, (*shown, "weights"))
 
 
 @nightly_command.command("page")

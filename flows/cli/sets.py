@@ -113,7 +113,7 @@ def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool
 
     FILE is a set (a YAML file, or a shipped name), or rows in either form (.jsonl, .parquet).
     Errors are rubrics that the reward would refuse or count wrongly; warnings are wording that
-    judges misread: negated faults, facts that a judge cannot see, scales that are not the judge's.
+    judges misread, such as negated faults.
     The exit code is 3 if there is an error.
     """
     from refiner_core.rubrics.lint import check_file

@@ -60,23 +60,6 @@ def history_json(reading: HistoryView) -> dict[str, Any]:
     }
 
 
-CSV_COLUMNS = (
-    *("night", "checkpoint", "canary", "protocol_set", "decoding", "metric", "value", "low"),
-    *("high", "n", "protocol", "digest", "source", "fresh", "late", "measured_in", "stage", "run"),
-)
-
-
-def history_lines(reading: HistoryView) -> list[dict[str, Any]]:
-    """One line per metric value."""
-    found = []
-    for row in reading.rows:
-        whole = to_json(row)
-        for metric, number in row.numbers.items():
-            line = {**whole, "metric": metric, **number}
-            found.append({column: line.get(column) for column in CSV_COLUMNS})
-    return found
-
-
 def raise_alerts(reading: HistoryView, records: NightlyRecords) -> list[dict[str, Any]]:
     """Record and return new alerts.
 

@@ -47,11 +47,10 @@ from refiner_core.contract.errors import (
     RefinerError,
     no_such,
 )
-from refiner_core.contract.files import readable
+from refiner_core.contract.files import find_file, readable, shipped_files
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import RunRecord, picked, to_json
-from refiner_core.contract.shipped import find_file, shipped_files
 from refiner_core.contract.types import StageView
 from refiner_core.evaluation.metrics import has_metric, metrics_of
 from refiner_core.nightly.definition import Nightly, Schedule, parse_nightly
@@ -154,7 +153,7 @@ def load_nightly(file: str, overrides: Sequence[str] = ()) -> Nightly:
     shipped = shipped_nightlies()
     path = find_file(file, "nightly evaluation", shipped).absolute()
     folder = Path.cwd() if file in shipped else path.parent
-    with readable(path, f"The nightly file {path}"):
+    with readable(f"The nightly file {path}"):
         text = path.read_text(encoding="utf-8")
     nightly = parse_nightly(text, stem=path.stem, origin=str(path), folder=str(folder))
     return replace(nightly, overrides=(*nightly.overrides, *map(_whole, overrides)))

@@ -14,7 +14,6 @@ holds once the waiting stage is done; those of cancelled or forgotten calls stay
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shlex
 import time
@@ -27,7 +26,7 @@ from infra.disk.usage import DiskItem, size_of, take_inventory
 from infra.external.checkpoints import older, recorded_checkpoints, unfinished
 from infra.host.files import existing, names_in, project_id
 from infra.store import atomic
-from infra.store.checkpoints import DAMAGED, HOLD_NAME, MARKER, pins, read_checkpoint
+from infra.store.checkpoints import DAMAGED, HOLD_NAME, MARKER, hash_of, pins, read_checkpoint
 from infra.store.orchestrators import orchestrator_of
 from infra.store.stage_records import target_damage
 from infra.store.workspace import Workspace
@@ -167,9 +166,8 @@ class CopyCheck:
 def _doubt_of_folder(copy: PublishedCopy, files: Sequence[OutputFile]) -> str:
     for file in files:
         path = Path(copy.target) / copy.names[file.sha256]
-        with path.open("rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
-                return f"{path} differs from what was published"
+        if hash_of(path) != file.sha256:
+            return f"{path} differs from what was published"
     return ""
 
 

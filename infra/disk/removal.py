@@ -82,7 +82,7 @@ def plan_removal(
     WorkspaceError
         A record of a run is damaged, so that it is unknown which stages it needs.
     """
-    recorded = _recorded(workspace)
+    recorded = {name: workspace.read_run(name) for name in workspace.run_ids()}
     trials = {run for name in sweeps for run in _runs_of_sweep(name, recorded)}
     inventory = read_inventory(workspace)
     refused: dict[str, str] = {}
@@ -212,11 +212,6 @@ def _remove_in_place(workspace: Workspace, plan: RemovalPlan) -> None:
 
 
 # ---------------------------------------------------------------- what has to stay
-
-
-def _recorded(workspace: Workspace) -> dict[str, RunRecord]:
-    """All runs; a damaged record is an error here: its stages would be unknown."""
-    return {name: workspace.read_run(name) for name in workspace.run_ids()}
 
 
 def _runs_of_sweep(name: str, recorded: Mapping[str, RunRecord]) -> Iterator[str]:

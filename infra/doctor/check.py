@@ -35,6 +35,7 @@ from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import kinds_of
 from refiner_core.contract.placement import starts_servers
+from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.services import asks_judge, engine_of, serves
 
@@ -95,8 +96,8 @@ class SystemInfo:
         The recipe as named on the command line, with overrides; empty without one.
     words
         The same, or only the overrides without a recipe.
-    stages
-        The planned stages; empty without a plan.
+    plan, refusal
+        The recipe's plan, if it can be made, and why it would be refused.
     offline
         Ask nothing outside this machine and its cluster.
     """
@@ -104,8 +105,14 @@ class SystemInfo:
     config: RecipeConfig = field(default_factory=RecipeConfig)
     recipe: str = ""
     words: str = ""
-    stages: tuple[PlannedStage, ...] = ()
+    plan: Plan | None = None
+    refusal: RefinerError | None = None
     offline: bool = False
+
+    @property
+    def stages(self) -> tuple[PlannedStage, ...]:
+        """The planned stages; empty without a plan."""
+        return self.plan.stages if self.plan else ()
 
     @property
     def workspace(self) -> Path:

@@ -20,9 +20,8 @@ from refiner_core.contract.checks.secrets import assigned_secrets, is_secret_nam
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.files import yaml_fields
+from refiner_core.contract.files import find_file, shipped_files, yaml_fields
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.shipped import find_file, shipped_files
 
 PROFILE_PACKAGE = "infra.profiles"
 #: The profile of recipes that name none.

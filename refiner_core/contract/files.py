@@ -1,23 +1,28 @@
-"""Atomic file replacement, and YAML and Python files that people write.
+"""Atomic file replacement, and files that people write: YAML, Python, rows; shipped ones by name.
 
 In: a path. Out: an open file that replaces it, written beside it, synced, then renamed (for a
 stage's own output folder; ``infra`` handles control files, which several processes may write). Or
-the content of a YAML file, or the reason with the line why it cannot be read.
+the content of a YAML file, or the reason with the line why it cannot be read; rows in order, and
+errors of unreadable ones. In: a name or path as typed. Out: the file, or an error with the nearest
+name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.fields import suggest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -66,15 +71,13 @@ def imported_file(file: Path, fix: str) -> ModuleType:
     return module
 
 
-def read_yaml(source: Path | str, what: str, fix: str = "") -> Any:
+def read_yaml(source: Path | str, what: str) -> Any:
     """Content of a YAML file, or of the text of one.
 
     Parameters
     ----------
     what
         Its name in messages: ``Recipe mine.yaml``.
-    fix
-        How to fix an unreadable file, beyond its place.
 
     Raises
     ------
@@ -83,7 +86,7 @@ def read_yaml(source: Path | str, what: str, fix: str = "") -> Any:
     """
     import yaml
 
-    with readable(source, what, fix):
+    with readable(what):
         return yaml.safe_load(_text(source))
 
 
@@ -106,7 +109,7 @@ def yaml_node(
     from omegaconf import DictConfig, OmegaConf
 
     try:
-        with readable(source, what):
+        with readable(what):
             node: Any = OmegaConf.create(_text(source))
     except AssertionError:  # OmegaConf's error for a lone number
         node = None
@@ -128,7 +131,7 @@ def yaml_fields(
     from omegaconf import OmegaConf
 
     node = yaml_node(source, what, example, may_be_empty=may_be_empty)
-    with readable(source, what):
+    with readable(what):
         values: Any = OmegaConf.to_container(node, resolve=resolve)
     return {str(key): value for key, value in values.items()}
 
@@ -155,7 +158,7 @@ def keys_twice(root: Any) -> Iterator[tuple[int, str]]:
 
 
 @contextmanager
-def readable(source: Path | str, what: str, fix: str = "") -> Iterator[None]:
+def readable(what: str) -> Iterator[None]:
     """Turn errors of the block into a refusal of an unreadable file or text."""
     try:
         yield
@@ -168,7 +171,7 @@ def readable(source: Path | str, what: str, fix: str = "") -> Iterator[None]:
         elif isinstance(error, OSError):
             why, fix = error.strerror or str(error), "correct the path, or its permissions"
         raise ConfigurationError(
-            f"{what} cannot be read: {why}.", expected="a YAML file in UTF-8", fix=fix or fix
+            f"{what} cannot be read: {why}.", expected="a YAML file in UTF-8", fix=fix
         ) from error
 
 
@@ -185,3 +188,134 @@ def _reason(error: BaseException) -> str:
 
 def _text(source: Path | str) -> str:
     return source if isinstance(source, str) else source.read_text(encoding="utf-8-sig")
+
+
+# ---------------------------------------------------------------- rows of users' files
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any, str]]:
+    """Number, value and error of each non-blank line, such as ``is not JSON: …``."""
+    with path.open("rb") as lines:
+        for line, data in enumerate(lines, start=1):
+            try:
+                text = data.decode("utf-8-sig" if line == 1 else "utf-8").strip()
+                value = json.loads(text, parse_constant=_refuse_constant) if text else None
+                if "\\ud" in text.lower():  # an escaped half of a character cannot be encoded
+                    json.dumps(value, ensure_ascii=False).encode()
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+                cut = "" if data.endswith(b"\n") else " (the last line; is the file cut off?)"
+                yield line, None, f"is not JSON{cut}: {error}"
+                continue
+            if text:
+                yield line, value, ""
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def parquet_rows(
+    path: Path, columns: Sequence[str] | None = None, *, fix: str
+) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file, with the existing ones of the columns.
+
+    Raises
+    ------
+    DataError
+        The file is not complete; ``fix`` tells how to fix it.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            known = file.schema_arrow.names
+            wanted = [c for c in known if columns is None or c in columns]
+            for batch in file.iter_batches(batch_size=256, columns=wanted):
+                yield from batch.to_pylist()
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"{path} is not a complete Parquet file: {error}",
+            expected="all of the file, its footer included",
+            fix=fix,
+        ) from error
+
+
+# ---------------------------------------------------------------- shipped and own files
+
+
+def shipped_files(package: str) -> dict[str, Path]:
+    """Names and files of a package's shipped YAML; files with a leading ``_`` are parts."""
+    folder = Path(str(resources.files(package)))
+    return {p.stem: p for p in sorted(folder.glob("*.yaml")) if not p.stem.startswith("_")}
+
+
+def find_file(
+    named: str, kind: str, shipped: Mapping[str, Path], folder: Path | None = None, hint: str = ""
+) -> Path:
+    """The shipped file of a name, or the file at a path.
+
+    Parameters
+    ----------
+    kind
+        Its name in messages: ``recipe``.
+    folder
+        Searched before the current folder.
+    hint
+        Hint for an unknown name, instead of the nearest one.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none.
+    """
+    if named in shipped:
+        return shipped[named]
+    given = Path(named).expanduser()
+    for path in ((folder or Path()) / given, given):
+        if path.is_file():
+            return path
+    expected = f"a shipped name ({', '.join(shipped)}) or the path of a YAML file"
+    if "/" in named or named.endswith((".yaml", ".yml")):
+        raise ConfigurationError(
+            f"There is no {kind} file {named}.",
+            expected=expected,
+            fix="check the path (it is relative to the current folder)",
+        )
+    raise ConfigurationError(
+        f"There is no {kind} {named!r}.{hint or suggest(named, shipped)}",
+        expected=expected,
+        fix="name one of these",
+    )
+
+
+def refuse_unknown(
+    keys: Iterable[object],
+    known: Collection[str],
+    where: str,
+    at: str = "",
+    *,
+    hint: str = "",
+    fix: str = "correct the key",
+) -> None:
+    """Refuse unknown keys of a file.
+
+    Parameters
+    ----------
+    where, at
+        The file, or the part of it, for messages; the prefix of its keys.
+    hint
+        Hint for a key, instead of the nearest one.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the first one, and the nearest known key.
+    """
+    for key in keys:
+        if key not in known:
+            raise ConfigurationError(
+                f"There is no field `{at}{key}` in {where}.{hint or suggest(str(key), known)}",
+                expected=f"some of: {', '.join(known)}",
+                fix=fix,
+            )

@@ -100,7 +100,8 @@ class PlanBuilder:
         identity |= {f"{role}.step": step for role, step in at_step.items()}
         if kind == "grpo":
             identity |= monitor_identity(config, self._sources)
-        version = of_kind.version_for(agents=bool(config.environment.name))
+        own = of_kind.version_of_agents if config.environment.name else None
+        version = of_kind.version if own is None else own
         made = self._memo[made_of] = PlannedStage(
             name=name,
             kind=kind,

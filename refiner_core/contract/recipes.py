@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.files import yaml_fields, yaml_node
+from refiner_core.contract.files import find_file, shipped_files, yaml_fields, yaml_node
 from refiner_core.contract.marks import is_section
 from refiner_core.contract.protocols import (
     PROTOCOL_FIELDS,
@@ -23,7 +23,6 @@ from refiner_core.contract.protocols import (
     parse_protocol,
     protocol_of,
 )
-from refiner_core.contract.shipped import find_file, shipped_files
 
 #: Fields that name a file or folder, or something shipped. A relative path is searched in the
 #: folder of its recipe, then (and for overrides only) in the current one; jobs get the whole path.

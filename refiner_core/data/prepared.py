@@ -56,8 +56,7 @@ DEMONSTRATION_SCHEMA = _schema(
 
 def write_prompts(path: Path, rows: Sequence[PromptRow]) -> None:
     """Write prompts (atomically; an existing file is replaced)."""
-    truths = (None if row.truth is None else _json(row.truth) for row in rows)
-    values = [{**vars(row), "truth": truth} for row, truth in zip(rows, truths, strict=True)]
+    values = [{**vars(row), "truth": _json(row.truth)} for row in rows]
     _write(path, values, PROMPT_SCHEMA)
 
 
@@ -97,8 +96,8 @@ def load_demonstrations(path: Path) -> list[DemonstrationRow]:
     ]
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+def _json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 def _write(path: Path, rows: list[dict[str, Any]], schema: Any) -> None:

@@ -39,10 +39,8 @@ def random_baseline_answers(
     evidence = list(parse_evidence(prompt_text).texts.items())
     wanted = rng.choices(list(_CLAIM_COUNTS), weights=list(_CLAIM_COUNTS.values()))[0]
     drawn = rng.sample(evidence, min(wanted, len(evidence)))
-    claims = [f"<snippet id={cited}>{_cut(text, max_words)}</snippet>" for cited, text in drawn]
+    claims = []
+    for cited, text in drawn:
+        words = re.sub(r"<[^>]*>", " ", text).split()  # without tags
+        claims.append(f"<snippet id={cited}>{' '.join(words[:max_words])}</snippet>")
     return f"<answer>{' '.join(claims)}</answer>"
-
-
-def _cut(text: str, max_words: int) -> str:
-    """``text`` without tags, cut to ``max_words`` words."""
-    return " ".join(re.sub(r"<[^>]*>", " ", text).split()[:max_words])

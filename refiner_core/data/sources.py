@@ -273,7 +273,7 @@ def _read_synthetic(source: DataSource) -> _Rows:
 
 
 def _read_jsonl(source: DataSource) -> _Rows:
-    from refiner_core.contract.raw_rows import json_lines
+    from refiner_core.contract.files import json_lines
 
     for line, row, wrong in json_lines(Path(source.path).expanduser()):
         if not wrong and not isinstance(row, dict):
@@ -292,7 +292,7 @@ def _read_jsonl(source: DataSource) -> _Rows:
 
 
 def _read_parquet(source: DataSource) -> _Rows:
-    from refiner_core.contract.raw_rows import parquet_rows
+    from refiner_core.contract.files import parquet_rows
 
     fix = f"write it again, or set data.{source.which}_path= to another file"
     return enumerate(parquet_rows(Path(source.path).expanduser(), fix=fix), start=1)

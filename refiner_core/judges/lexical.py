@@ -173,13 +173,9 @@ def _phrases(description: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(phrase for phrase in found if phrase))
 
 
-def contains_phrase(text: str, phrase: str) -> bool:
-    """True if ``phrase`` occurs in ``text`` as whole words (both normalised)."""
-    return _pattern(phrase).search(text) is not None
-
-
 @_remembered
 def _pattern(phrase: str) -> re.Pattern[str]:
+    """The phrase as whole words."""
     begin, end = (r"\b" if re.match(r"\w", phrase[at]) else "" for at in (0, -1))
     return re.compile(f"{begin}{re.escape(phrase)}{end}")
 
@@ -195,7 +191,7 @@ def _rubric(request: JudgeRequest, standard: _Standard) -> float:
     if words and not standard.whole_phrases:
         return _share(words, frozenset(_WORD.findall(answer)))
     if phrases:
-        return sum(contains_phrase(answer, phrase) for phrase in phrases) / len(phrases)
+        return sum(bool(_pattern(phrase).search(answer)) for phrase in phrases) / len(phrases)
     share = _share(_criterion_words(request.reference), content_words(answer))
     return (
         1.0 if share >= standard.rubric_full else 0.5 if share >= standard.rubric_partial else 0.0

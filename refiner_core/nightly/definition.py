@@ -39,11 +39,10 @@ from cronsim import CronSim, CronSimError
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.files import keys_twice, read_yaml
+from refiner_core.contract.files import keys_twice, read_yaml, refuse_unknown
 from refiner_core.contract.loading import warn_former
 from refiner_core.contract.records import from_json
 from refiner_core.contract.sections.steering import NotifyChannel, check_places
-from refiner_core.contract.shipped import refuse_unknown
 
 #: Version of the rows of a history.
 ROW_VERSION = 1

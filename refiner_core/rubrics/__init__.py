@@ -120,7 +120,7 @@ def hold_rubrics(name: str, digest: str) -> Iterator[RubricSet]:
 def _load(path: Path, modified_ns: int, size: int) -> RubricSet:
     from refiner_core.rubrics.set_file import read_set
 
-    content = read_yaml(path, f"The rubric set {path}", _FIX)
+    content = read_yaml(path, f"The rubric set {path}")
     rubrics, faults = read_set(content, path.stem)
     if rubrics is None:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

@@ -13,21 +13,8 @@ import importlib
 import pkgutil
 from collections.abc import Collection
 
-from refiner_core.contract.kinds.kind import CardWords, Kind
-
-__all__ = [
-    "FLOORS",
-    "KINDS",
-    "MODELS",
-    "TRAINED",
-    "TRAINED_HERE",
-    "CardWords",
-    "Kind",
-    "card_words",
-    "kinds_of",
-    "model_order",
-    "section_name",
-]
+from refiner_core.contract.kinds.kind import CardWords as CardWords
+from refiner_core.contract.kinds.kind import Kind as Kind
 
 
 def _found() -> dict[str, Kind]:

@@ -178,8 +178,3 @@ class Kind:
     def entry(self) -> str:
         """The entry of ``stages`` that includes it."""
         return self.part_of or self.name
-
-    def version_for(self, *, agents: bool) -> int:
-        """Its version; ``agents``: in a recipe with an environment."""
-        own = self.version_of_agents
-        return own if agents and own is not None else self.version
