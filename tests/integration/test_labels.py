@@ -106,6 +106,7 @@ def test_people_as_the_judge_of_everything_give_the_judges_reward(
     assert document["judge"]["all"]["sensitivity"]["value"] > 0.9
 
 
+@pytest.mark.slow
 def test_a_smaller_set_is_a_file_that_rescore_accepts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +117,7 @@ def test_a_smaller_set_is_a_file_that_rescore_accepts(
     texts = ("Remark", "ends this", "zebra", "remark 1", "remark 2", "this")
     lines = (f"- {{title: {t}, description: 'Says \"{t}\"'}}\n" for t in texts)
     mine.write_text("rubrics:\n" + "".join(lines))
-    run = make_run(tmp_path / "runs", f"reward.static_rubrics={mine}", steps=8)
+    run = make_run(tmp_path / "runs", f"reward.static_rubrics={mine}", steps=6)
     root = run.workspace.root
     assert main(["rubrics", "report", f"workspace={root}", "--keep", "0.6"]) == 0
     assert "| + zebra | mine | 0.00" in capsys.readouterr().out
