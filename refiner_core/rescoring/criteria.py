@@ -299,8 +299,7 @@ def smaller_set(matrix: pd.DataFrame, *, keep: float, seed: int) -> Row:
         matrix["credit"].to_numpy(),
         matrix["weight"][matrix["credit"].columns].iloc[0].to_numpy(),
     )
-    found: Row = {"of": len(weights), "keep": keep, "reached": False, "kept": [], "sizes": []}
-    found |= dict.fromkeys(("spearman", "low", "high", "kendall"))
+    found: Row = {"of": len(weights), "keep": keep, "reached": False, "kept": []}
     if min(held.sum(), (~held).sum()) < 2:
         return found
     rng = np.random.default_rng(seed)
@@ -308,13 +307,12 @@ def smaller_set(matrix: pd.DataFrame, *, keep: float, seed: int) -> Row:
     full = credits @ weights
     for chosen, new in _orders(credits[fitted], weights):
         smaller = credits[:, chosen] @ new
-        value = _spearman(smaller[held], full[held])
-        found["sizes"].append({"criteria": len(chosen), "spearman": value})
         if _spearman(smaller[fitted], full[fitted]) < min(keep + _MARGIN, 1.0):
             continue
         low, high = _spearman_interval(smaller[held], full[held], prompts[held], rng)
         return found | {
-            **{"reached": len(chosen) < len(weights), "spearman": value, "low": low, "high": high},
+            "reached": len(chosen) < len(weights),
+            **{"spearman": _spearman(smaller[held], full[held]), "low": low, "high": high},
             "kendall": _within(smaller[held], full[held], matrix[held]),
             "kept": [(i, float(w)) for i, w in zip(chosen, new, strict=True)],
             "answers": int(held.sum()),
@@ -395,7 +393,7 @@ def sections(document: Mapping[str, Any]) -> Iterator[Section]:
     if pairs:
         yield Section("Redundant pairs", (), ("criterion", "criterion", "correlation"), pairs)
     if document["smaller"] is not None:
-        yield _section_of_set(document["smaller"])
+        yield _section_of_set(document["smaller"], document)
 
 
 _WORDS = (
@@ -403,6 +401,12 @@ _WORDS = (
     "difficult. Discrimination is the correlation with the other criteria of an answer. GRPO "
     "learns from a criterion in the share of groups in which it varies. Slope and place are those "
     "of a two-parameter logistic model.",
+)
+
+
+_BATCHED = (
+    "This judge is asked about all criteria of an answer in one call: a smaller set makes calls "
+    "shorter, not fewer, and may change its scores."
 )
 
 
@@ -451,7 +455,7 @@ def _section_of_prompts(one: Mapping[str, Any]) -> Section:
     return Section("Criteria of single prompts", tuple(words), header, (cells,))
 
 
-def _section_of_set(smaller: Mapping[str, Any]) -> Section:
+def _section_of_set(smaller: Mapping[str, Any], document: Mapping[str, Any]) -> Section:
     title, count, of = "A smaller set", len(smaller["kept"]), smaller["of"]
     if not smaller["reached"]:
         text = f"No smaller set keeps a rank correlation of {smaller['keep']:g}."
@@ -462,6 +466,8 @@ def _section_of_set(smaller: Mapping[str, Any]) -> Section:
         f"(Spearman, {smaller['answers']} answers to {smaller['prompts']} prompts that did not "
         f"choose it); within groups, Kendall's tau-b is {_interval(smaller['kendall'])}. Both "
         "compare the part of the reward that these criteria make.",
+        *[_BATCHED] * bool(document.get("batched")),
+        f"Try it on stored answers: `{document.get('command', '')}`",
     )
     rows = tuple((kept["title"], short(kept["weight"])) for kept in smaller["kept"])
     return Section(title, words, ("criterion", "weight"), rows)

@@ -49,13 +49,15 @@ def test_a_form_tells_nothing_and_its_labels_correct_report_and_card(
 ) -> None:
     root = run.workspace.root
     made = api.write_label_form([], root, samples=6)
-    rows = rows_of(made.form)
-    assert len(rows) == made.questions > 6
+    rows = rows_of(Path(made["file"]))
+    assert len(rows) == made["questions"] > 6
     shown = {key for row in rows for key in row}
     assert shown == {"form", "id", "asks", "question", "prompt", "answer", "criterion", "label"}
-    assert "grpo" not in made.form.read_text()
-    never = filled(made.form, tmp_path / "ann.jsonl", lambda row: 0)
-    also = filled(made.form, tmp_path / "bob.jsonl", lambda row: None if row["id"] > "0003" else 0)
+    assert "grpo" not in Path(made["file"]).read_text()
+    never = filled(Path(made["file"]), tmp_path / "ann.jsonl", lambda row: 0)
+    also = filled(
+        Path(made["file"]), tmp_path / "bob.jsonl", lambda row: None if row["id"] > "0003" else 0
+    )
     document = api.read_label_forms([never, also], root)
     assert document["people"] == {"ann": len(rows), "bob": 3}
     assert document["pairs"][0]["raw"]["value"] == 1.0
@@ -69,7 +71,7 @@ def test_a_form_tells_nothing_and_its_labels_correct_report_and_card(
 
 def test_every_bad_row_is_named_at_once(run: RecordedRun, tmp_path: Path) -> None:
     root = run.workspace.root
-    rows = rows_of(api.write_label_form([], root, samples=6, seed=1).form)
+    rows = rows_of(Path(api.write_label_form([], root, samples=6, seed=1)["file"]))
     bad = [{**rows[0], "label": 3}, {**rows[1], "label": 1}, {**rows[1], "label": 0}]
     lines = [*map(json.dumps, bad), "no JSON", json.dumps({**rows[2], "id": "9", "label": 1})]
     (tmp_path / "eve.jsonl").write_text("\n".join(lines) + "\n")
@@ -90,14 +92,16 @@ def test_people_as_the_judge_of_everything_give_the_judges_reward(
 ) -> None:
     root = run.workspace.root
     made = api.write_label_form([], root, samples=6, citations=True)
-    key = json.loads(made.key.read_text())
+    key = json.loads(Path(made["key"]).read_text())
     judge = build_judge(run.config.judge)
 
     def as_judge(row: dict[str, Any]) -> float | None:
-        kind, text, reference = key["rows"][row["id"]]["question"]
-        return judge.judge([JudgeRequest(kind, row["question"], text, reference)])[0].score
+        kind = key["rows"][int(row["id"]) - 1]["kind"]
+        reference = row.get("criterion", row.get("reference"))
+        request = JudgeRequest(kind, row["question"], row["answer"], reference)
+        return judge.judge([request])[0].score
 
-    same = filled(made.form, tmp_path / "judge.jsonl", as_judge)
+    same = filled(Path(made["file"]), tmp_path / "judge.jsonl", as_judge)
     document = api.read_label_forms([same], root)
     found = {entry["metric"]: entry for entry in document["corrected"]}
     assert {"rubric_score/people", "citation_f1/people", "reward/people"} <= found.keys()
@@ -122,8 +126,8 @@ def test_a_smaller_set_is_a_file_that_rescore_accepts(
     assert main(["rubrics", "report", f"workspace={root}", "--keep", "0.6"]) == 0
     assert "| + zebra | mine | 0.00" in capsys.readouterr().out
     made = api.report_criteria(None, root, keep=0.6)
-    smaller = made.document["smaller"]
-    assert smaller["reached"]
-    assert len(smaller["kept"]) < len(texts)
-    entry = rescored(root, "--rubrics", smaller["file"])
+    assert made["smaller"]["reached"]
+    assert len(made["smaller"]["kept"]) < len(texts)
+    words = made["command"].split()
+    entry = rescored(root, *words[words.index("--rubrics") :])
     assert entry["judging"][0]["calls"] == 0, "the criteria were judged already"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from refiner_core.rescoring.labels import LabelledQuestion, alpha, corrected_mean, labels_report
+from refiner_core.rescoring.labels import LabelledQuestion, corrected_mean, labels_report
 from tests.support.judged_worlds import LabelWorld, covered
 
 
@@ -28,21 +28,6 @@ def test_a_judge_that_people_always_confirm_keeps_its_mean() -> None:
 def test_few_labels_have_no_interval() -> None:
     found = corrected_mean(np.ones(20), np.ones(4), np.ones(4), np.zeros(4))
     assert (found.value, found.low, found.high) == (0.0, None, None)
-
-
-def test_alpha_is_that_of_the_published_example() -> None:
-    # Krippendorff 2011, "Computing Krippendorff's alpha-reliability", interval data: 0.849.
-    people = (
-        (1, 2, 3, 3, 2, 1, 4, 1, 2, None, None, None),
-        (1, 2, 3, 3, 2, 2, 4, 1, 2, 5, None, 3),
-        (None, 3, 3, 3, 2, 3, 4, 2, 2, 5, 1, None),
-        (1, 2, 3, 3, 2, 4, 4, 1, 2, 5, 1, None),
-    )
-    units = [[float(v) for v in unit if v is not None] for unit in zip(*people, strict=True)]
-    found = alpha(units, range(len(units)))
-    assert round(found["value"], 3) == 0.849
-    assert found["low"] < 0.849 < found["high"]
-    assert alpha([[1.0, 1.0]] * 5, range(5))["value"] is None, "all are equal"
 
 
 def test_errors_of_the_judge_are_in_credits() -> None:
