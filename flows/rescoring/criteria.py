@@ -108,9 +108,9 @@ def criteria_text(document: Mapping[str, Any]) -> str:
     lead = (
         f"Run {document['run']}, {about or ', '.join(document['policies'])}: "
         f"{document['answers']} answers to {document['prompts']} prompts, "
-        f"{document['judgements']} judgements by {document['judge']}. Answers with one of the "
-        f"{document['unusable']} judgements without a score are left out, as in training. This "
-        "describes the judge's scores, not whether they are right."
+        f"{document['judgements']} judgements by {document['judge']}. {document['unusable']} have "
+        "no score; their answers are left out, as in training. This describes the judge's scores, "
+        "not whether they are right."
     )
     return printing.document("Criteria", lead, sections(document))
 

@@ -56,7 +56,9 @@ _MARGIN = 0.01
 _MOST = 4000
 _RESAMPLES = 200
 _KEY = ["source", "polarity", "criterion"]
+_COUNTED = {"answers": "answer", "prompts": "sample_id"}
 _SHOWN = 5
+_STATES = ("saturated", "dead")
 
 
 def rubric_credits(rollouts: Sequence[StoredRollout]) -> pd.DataFrame:
@@ -75,7 +77,7 @@ def rubric_credits(rollouts: Sequence[StoredRollout]) -> pd.DataFrame:
             }
             for name, value in row.items():
                 columns.setdefault(name, []).append(value)
-    return pd.DataFrame(columns)
+    return pd.DataFrame(columns).astype({"step": float} if columns else {})
 
 
 def criteria_report(rows: pd.DataFrame, *, keep: float = 0.95, seed: int = 0) -> Row:
@@ -90,25 +92,19 @@ def criteria_report(rows: pd.DataFrame, *, keep: float = 0.95, seed: int = 0) ->
     """
     rows = rows.assign(key=rows.groupby(_KEY, sort=False).ngroup())
     unusable = rows["credit"].isna()
-    scored = rows[~rows["answer"].isin(rows["answer"][unusable])].copy()
-    whole = scored["weight"] * scored["credit"]
-    of_answer = scored["answer"]
-    others = scored["weight"].groupby(of_answer).transform("sum") - scored["weight"]
-    rest = whole.groupby(of_answer).transform("sum") - whole
-    scored["rest"] = (rest / others).where(others > 0)
-    prompts = scored.groupby("key")["sample_id"].nunique()
-    static = rows["source"] != "instance"
-    shared = {*prompts.index[prompts >= FEWEST_PROMPTS], *rows["key"][static]}
-    common = scored["key"].isin(shared)
+    scored = rows[~rows["answer"].isin(rows["answer"][unusable])]
+    parts = scored.assign(whole=scored["weight"] * scored["credit"])[["weight", "whole"]]
+    others = parts.groupby(scored["answer"]).transform("sum") - parts
+    scored = scored.assign(rest=(others["whole"] / others["weight"]).where(others["weight"] > 0))
+    static = scored["source"] != "instance"
+    common = static | (scored.groupby("key")["sample_id"].transform("nunique") >= FEWEST_PROMPTS)
     table = [_criterion(part) for _, part in scored[common].groupby("key", sort=False)]
-    matrix = _static_matrix(scored[scored["source"] != "instance"])
+    matrix = _static_matrix(scored[static])
     found: Row = {
         "version": 1,
-        "answers": int(rows["answer"].nunique()),
-        "prompts": int(rows["sample_id"].nunique()),
+        **{name: int(rows[key].nunique()) for name, key in _COUNTED.items()},
         "steps": sorted({int(step) for step in rows["step"].dropna()}),
-        "judgements": len(rows),
-        "unusable": int(unusable.sum()),
+        **{"judgements": len(rows), "unusable": int(unusable.sum())},
         "criteria": table,
         "of_prompts": _of_prompts(scored[~common]),
         "redundant": [],
@@ -131,76 +127,55 @@ def criteria_report(rows: pd.DataFrame, *, keep: float = 0.95, seed: int = 0) ->
 
 
 def _criterion(part: pd.DataFrame) -> Row:
-    first = part.iloc[0]
-    late = part[part["step"] >= _late(part["step"])] if part["step"].notna().any() else part
-    early = part[part["step"] <= part["step"].quantile(0.25)]
+    first, quarters = part.iloc[0], part["step"].quantile([0.25, 0.75])
+    early, late = part[part["step"] <= quarters[0.25]], part[~(part["step"] < quarters[0.75])]
     return {
         **{name: first[name] for name in ("key", "title", *_KEY)},
-        "weight": float(first["weight"]),
-        "answers": len(part),
-        "prompts": int(part["sample_id"].nunique()),
-        "credit": paired(part, "credit"),
-        "discrimination": _correlation(part["credit"], part["rest"]),
-        "varies": _varies(part),
+        **{"weight": float(first["weight"]), "answers": len(part), **_numbers(part)},
+        "discrimination": _correlation(part[["credit", "rest"]]),
         "first": float(early["credit"].mean()) if len(early) else None,
         "last": float(late["credit"].mean()),
         "by_step": {int(s): float(m) for s, m in part.groupby("step")["credit"].mean().items()},
         "state": _state(float(late["credit"].mean())),
-        "slope": None,
-        "place": None,
+        **{"slope": None, "place": None},
     }
 
 
-def _late(steps: pd.Series) -> float:
-    return float(steps.quantile(0.75))
+def _numbers(part: pd.DataFrame) -> Row:
+    """Prompts, credit, and share of groups of at least two answers with different credits."""
+    spread = part.groupby(["group", "key"])["credit"].agg(["size", "min", "max"])
+    spread = spread[spread["size"] > 1]
+    varies = float((spread["max"] > spread["min"]).mean()) if len(spread) else None
+    prompts = int(part["sample_id"].nunique())
+    return {"prompts": prompts, "credit": paired(part, "credit"), "varies": varies}
 
 
 def _state(credit: float) -> str:
     return "saturated" if credit >= SATURATED else "dead" if credit <= 1 - SATURATED else ""
 
 
-def _varies(part: pd.DataFrame) -> float | None:
-    """Share of groups of at least two answers with different credits."""
-    spread = part.groupby(["group", "key"])["credit"].agg(["size", "min", "max"])
-    spread = spread[spread["size"] > 1]
-    return float((spread["max"] > spread["min"]).mean()) if len(spread) else None
-
-
-def _correlation(a: pd.Series, b: pd.Series) -> float | None:
-    known = a.notna() & b.notna()
-    a, b = a[known], b[known]
-    if len(a) < 3 or min(np.ptp(a), np.ptp(b)) < 1e-9:
+def _correlation(pairs: pd.DataFrame) -> float | None:
+    pairs = pairs.dropna()
+    if len(pairs) < 3 or np.ptp(pairs.to_numpy(), axis=0).min() < 1e-9:
         return None
-    return float(np.corrcoef(a, b)[0, 1])
+    return float(pairs.corr().iloc[0, 1])
 
 
 def _of_prompts(rows: pd.DataFrame) -> list[Row]:
     """Criteria of single prompts, by their source."""
     found = []
     for source, part in rows.groupby("source", sort=False):
-        late = part[part["step"] >= _late(part["step"])] if part["step"].notna().any() else part
-        means = late.groupby(["sample_id", "key"]).agg(
-            credit=("credit", "mean"), title=("title", "first"), criterion=("criterion", "first")
-        )
-        means["state"] = means["credit"].map(_state)
-        inside = part[["credit", "rest"]] - part.groupby("key")[["credit", "rest"]].transform(
-            "mean"
-        )
-        counts = means["state"].value_counts()
+        late = part[~(part["step"] < part["step"].quantile(0.75))]
+        states = late.groupby(["key", "criterion"], sort=False)["credit"].mean().map(_state)
+        named = {s: [*states.index[states == s].get_level_values(1)] for s in _STATES}
+        both = part[["credit", "rest"]]
         found.append(
             {
-                "source": source,
-                "criteria": int(part["key"].nunique()),
-                "prompts": int(part["sample_id"].nunique()),
-                "credit": paired(part, "credit"),
-                "discrimination": _correlation(inside["credit"], inside["rest"]),
-                "varies": _varies(part),
-                "judged_late": len(means),
-                **{state: int(counts.get(state, 0)) for state in ("saturated", "dead")},
-                "examples": {
-                    state: means[means["state"] == state]["criterion"].head(_SHOWN).tolist()
-                    for state in ("saturated", "dead")
-                },
+                **{"source": source, "criteria": int(part["key"].nunique()), **_numbers(part)},
+                "discrimination": _correlation(both - both.groupby(part["key"]).transform("mean")),
+                "judged_late": len(states),
+                **{state: len(texts) for state, texts in named.items()},
+                "examples": {state: texts[:_SHOWN] for state, texts in named.items()},
             }
         )
     return found
@@ -343,11 +318,8 @@ def _orders(credits: Floats, weights: Floats) -> Iterator[tuple[list[int], Float
 
 def _spearman(a: Floats, b: Floats) -> float:
     """Rank correlation; 0 if a side is constant."""
-    from scipy.stats import rankdata
-
-    ranks = [rankdata(np.round(side, 9)) for side in (a, b)]
-    flat = min(map(np.ptp, ranks)) == 0 if len(a) else True
-    return 0.0 if flat else float(np.corrcoef(*ranks)[0, 1])
+    ranks = pd.DataFrame({"a": a, "b": b}).round(9).rank()
+    return _correlation(ranks) or 0.0
 
 
 def _spearman_interval(
@@ -355,11 +327,9 @@ def _spearman_interval(
 ) -> tuple[float, float]:
     """Percentiles over resampled prompts."""
     places = list(pd.Series(range(len(a))).groupby(prompts).indices.values())
-    drawn = []
-    for _ in range(_RESAMPLES):
-        picked = np.concatenate([places[i] for i in rng.integers(len(places), size=len(places))])
-        drawn.append(_spearman(a[picked], b[picked]))
-    low, high = np.quantile(drawn, [0.025, 0.975])
+    draws = rng.integers(len(places), size=(_RESAMPLES, len(places)))
+    chosen = (np.concatenate([places[i] for i in draw]) for draw in draws)
+    low, high = np.quantile([_spearman(a[c], b[c]) for c in chosen], [0.025, 0.975])
     return float(low), float(high)
 
 
@@ -391,7 +361,8 @@ def sections(document: Mapping[str, Any]) -> Iterator[Section]:
         for pair in document["redundant"]
     )
     if pairs:
-        yield Section("Redundant pairs", (), ("criterion", "criterion", "correlation"), pairs)
+        words = ("Their slopes come out too high.",)
+        yield Section("Redundant pairs", words, ("criterion", "criterion", "correlation"), pairs)
     if document["smaller"] is not None:
         yield _section_of_set(document["smaller"], document)
 
