@@ -280,8 +280,8 @@ def attack_command(
 @argument("words", nargs=-1, metavar="[RUN|SWEEP]... [workspace=DIR]")
 @click.option("--samples", type=click.IntRange(min=2), default=50, show_default=True,
               help="answers of each run, one per prompt")  # fmt: skip
-@click.option("--model", default="", help="whose answers (default: the last trained model)")
-@click.option("--decoding", default="", type=click.Choice(["", "greedy", "sampled"]),
+@click.option("--model", help="whose answers (default: the last trained model)")
+@click.option("--decoding", type=click.Choice(["greedy", "sampled"]),
               help="of the answers (default: sampled, if there is it)")  # fmt: skip
 @click.option("--citations", is_flag=True, help="also ask about citations, to correct the reward")
 @click.option("--seed", type=int, default=0, show_default=True, help="of the draw and the order")

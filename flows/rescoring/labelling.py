@@ -112,8 +112,8 @@ def write_label_form(
     workspace: str | Path = RecipeConfig.workspace,
     *,
     samples: int = SAMPLES,
-    model: str = "",
-    decoding: str = "",
+    model: str | None = None,
+    decoding: str | None = None,
     citations: bool = False,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def write_label_form(
             expected="answers with an answer block, and rubrics (or --citations)",
             fix="draw more with --samples, or add --citations",
         )
-    lines = list(material.lines())
+    lines: list[dict[str, Any]] = list(material.lines())
     name = digest(lines)[:12]
     key |= {"version": 1, "form": name, "rows": list(material.places())}
     folder = ws.layout.forms / name
@@ -200,7 +200,9 @@ def _material(workspace: Workspace, key: Mapping[str, Any]) -> _Material:
     return _Material(drawn, rows)
 
 
-def _policy(workspace: Workspace, run: RunRecord, model: str, decoding: str) -> SampledPolicy:
+def _policy(
+    workspace: Workspace, run: RunRecord, model: str | None, decoding: str | None
+) -> SampledPolicy:
     """The evaluated answers of one model of a run."""
     done = [
         name.removeprefix("evaluate-")
