@@ -149,7 +149,7 @@ def write_label_form(
     """
     ws = Workspace.read_only(workspace)
     options = {"samples": samples, "model": model, "decoding": decoding, "citations": citations}
-    key = {"runs": [run.run for run in _runs(ws, runs)], "seed": seed, **options}
+    key: dict[str, Any] = {"runs": [run.run for run in _runs(ws, runs)], "seed": seed, **options}
     material = _material(ws, key)
     if not material.rows:
         raise ConfigurationError(
@@ -157,7 +157,7 @@ def write_label_form(
             expected="answers with an answer block, and rubrics (or --citations)",
             fix="draw more with --samples, or add --citations",
         )
-    lines: list[dict[str, Any]] = list(material.lines())
+    lines = list(material.lines())
     name = digest(lines)[:12]
     key |= {"version": 1, "form": name, "rows": list(material.places())}
     folder = ws.layout.forms / name
