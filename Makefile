@@ -85,6 +85,8 @@ prove: setup  ## the long proofs: learning, recovery under faults, statistics, m
 	$(BIN)/python -m tests.prove.hangs
 	$(BIN)/python -m tests.prove.simulation --mutations
 	$(BIN)/python -m tests.prove.statistics
+	$(BIN)/python -m tests.prove.labels
+	$(BIN)/python -m tests.prove.criteria
 	$(BIN)/python -m tests.prove.mutants
 	$(BIN)/refiner prove-resume tiny --steps 12 --interruptions 6
 	$(BIN)/refiner prove-resume tiny --steps 12 --interruptions 6 --stage grpo grpo.async_steps=1

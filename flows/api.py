@@ -108,8 +108,8 @@ if TYPE_CHECKING:
     from flows.reporting.run.report import report_of_run, report_run
     from flows.reporting.several import compare_runs, report_runs
     from flows.reporting.writing import make_sweep_report, report_sweep
-    from flows.rescoring.criteria import criteria_text, report_criteria
-    from flows.rescoring.labelling import LabelForm, read_label_forms, write_label_form
+    from flows.rescoring.criteria import report_criteria
+    from flows.rescoring.labelling import read_label_forms, write_label_form
     from flows.rescoring.rescore import RescoreResult, rescore
     from flows.rescoring.rescore_plan import plan_rescoring
     from flows.running.background import detach_run

@@ -27,7 +27,7 @@ from flows.cli.options import (
     split_overrides,
     split_workspace,
 )
-from refiner_core.contract.records import picked, to_json
+from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ def servers_command(words: tuple[str, ...], as_json: bool) -> None:
     when it has been idle for `judge.serve.idle_timeout_s`.
     """
     from flows.judges import list_judge_servers
+    from refiner_core.contract.records import to_json
 
     where, rest = split_workspace(words)
     found = list_judge_servers(rest[0] if rest else None, where)
@@ -279,8 +280,8 @@ def attack_command(
 @argument("words", nargs=-1, metavar="[RUN|SWEEP]... [workspace=DIR]")
 @click.option("--samples", type=click.IntRange(min=2), default=50, show_default=True,
               help="answers of each run, one per prompt")  # fmt: skip
-@click.option("--model", default="", help="whose answers (default: the last trained model)")
-@click.option("--decoding", default="", type=click.Choice(["", "greedy", "sampled"]),
+@click.option("--model", help="whose answers (default: the last trained model)")
+@click.option("--decoding", type=click.Choice(["greedy", "sampled"]),
               help="of the answers (default: sampled, if there is it)")  # fmt: skip
 @click.option("--citations", is_flag=True, help="also ask about citations, to correct the reward")
 @click.option("--seed", type=int, default=0, show_default=True, help="of the draw and the order")
@@ -309,15 +310,13 @@ def label_command(words: tuple[str, ...], reads: bool, as_json: bool, **options:
         show(as_json, lambda: found, document("People's labels", lead, sections(found)).splitlines)
         return
     made = write_label_form(names, where, **options)
-    value = {"version": 1, **to_json(made._asdict())}
     lines = [
-        f"{made.questions} questions on {made.answers} answers: {made.form}",
-        f"Which row is what (not for the people who label): {made.key}",
+        f"{made['questions']} questions on {made['answers']} answers: {made['file']}",
+        f"Which row is what (not for the people who label): {made['key']}",
     ]
     filled = ("ann.jsonl", "bob.jsonl", f"workspace={where}")
-    show(
-        as_json, lambda: value, lambda: lines, [command_line("reward", "label", "--read", *filled)]
-    )
+    following = [command_line("reward", "label", "--read", *filled)]
+    show(as_json, lambda: made, lambda: lines, following)
 
 
 # ---------------------------------------------------------------- rescoring

@@ -155,17 +155,12 @@ def report_rubrics_command(
     from flows.rescoring.reading import RolloutSelection
 
     where, names = split_workspace(words)
-    made = report_criteria(
-        at_most_one(names, "run", " for the newest"),
-        where,
-        part=RolloutSelection(**part),
-        keep=keep,
-        out=output_folder(out) if out else None,
-    )
-    value = {**made.document, "folder": str(made.folder)}
-    show(as_json, lambda: value, criteria_text(made.document).splitlines)
+    run, folder = at_most_one(names, "run", " for the newest"), output_folder(out) if out else None
+    found = report_criteria(run, where, part=RolloutSelection(**part), keep=keep, out=folder)
+    following = [found["command"]] if found["command"] else []
+    show(as_json, lambda: found, criteria_text(found).splitlines, following)
     if not as_json:
-        print_line(f"\nWritten: {made.folder}/")
+        print_line(f"\nWritten: {found['folder']}/")
 
 
 def set_json(rubrics: RubricSet) -> dict[str, Any]:

@@ -7,16 +7,15 @@ In: a run. Out: the document of :mod:`refiner_core.rescoring.criteria`, and ``re
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from flows.rescoring.reading import RolloutSelection, SampledPolicy, read_policies
+from flows.rescoring.reading import RolloutSelection, read_policies
 from flows.running.status import required_run
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
@@ -30,13 +29,6 @@ from refiner_core.rescoring.criteria import criteria_report, rubric_credits, sec
 REPORT, TEXT, SMALLER = "report.json", "report.md", "smaller.yaml"
 
 
-class CriteriaReport(NamedTuple):
-    """The document of a report, and the folder of its files."""
-
-    document: dict[str, Any]
-    folder: Path
-
-
 def report_criteria(
     run: str | None = None,
     workspace: str | Path = RecipeConfig.workspace,
@@ -44,7 +36,7 @@ def report_criteria(
     part: RolloutSelection | None = None,
     keep: float = 0.95,
     out: str | Path | None = None,
-) -> CriteriaReport:
+) -> dict[str, Any]:
     """Report what each criterion teaches, from a run's stored judgements.
 
     Parameters
@@ -62,8 +54,9 @@ def report_criteria(
 
     Returns
     -------
-    CriteriaReport
-        ``document["smaller"]["file"]`` is the smaller set, if there is one.
+    dict
+        Numbers of criteria; ``folder`` has the files; ``command`` tries the smaller set, if there
+        is one.
 
     Raises
     ------
@@ -88,76 +81,53 @@ def report_criteria(
             fix="name another run, or later steps with --steps",
         )
     config = policies[0].config
+    folder = Path(out) if out else ws.layout.rubric_reports / record.run
     document = {
         **criteria_report(rows, keep=keep, seed=config.seed),
         **{"run": record.run, "policies": [policy.name for policy in policies]},
-        "judge": config.judge.model,
-        "batched": is_batched(config.judge),
+        **{"judge": config.judge.model, "batched": is_batched(config.judge)},
+        **{"folder": str(folder), "command": ""},
     }
-    folder = Path(out) if out else ws.layout.rubric_reports / record.run
-    smaller = document["smaller"] or {}
-    if smaller.get("reached"):
-        smaller["file"] = str(folder / SMALLER)
-        smaller["command"] = _command(record.run, ws, policies, folder / SMALLER)
-    _write(document, folder)
-    return CriteriaReport(document, folder)
+    with no_space_guard(folder, "writing the report on criteria"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if (document["smaller"] or {}).get("reached"):
+            atomic.write_text(folder / SMALLER, _set_text(document))
+            words = ["refiner", "rescore", record.run, f"workspace={ws.root}"]
+            words += ["--rubrics", str(folder / SMALLER)]
+            words += [] if policies[0].steps else ["--from", "evaluation"]
+            document["command"] = shlex.join(words)
+        atomic.write_text(folder / TEXT, criteria_text(document))
+        atomic.write_json(folder / REPORT, document)
+    return document
 
 
 def criteria_text(document: Mapping[str, Any]) -> str:
     """The report in Markdown."""
     steps = document["steps"]
-    about = (
-        f"training steps {steps[0]} to {steps[-1]}" if steps else ", ".join(document["policies"])
-    )
+    about = f"training steps {steps[0]} to {steps[-1]}" if steps else ""
     lead = (
-        f"Run {document['run']}, {about}: {document['answers']} answers to {document['prompts']} "
-        f"prompts, {document['judgements']} judgements by {document['judge']}, "
-        f"{document['unusable']} of them without a score. Answers without a score are left out, as "
-        "in training. This describes the judge's scores, not whether they are right."
+        f"Run {document['run']}, {about or ', '.join(document['policies'])}: "
+        f"{document['answers']} answers to {document['prompts']} prompts, "
+        f"{document['judgements']} judgements by {document['judge']}. {document['unusable']} have "
+        "no score; their answers are left out, as in training. This describes the judge's scores, "
+        "not whether they are right."
     )
-    text = printing.document("Criteria", lead, sections(document))
-    return text + "".join(f"\n{line}\n" for line in _ending(document["smaller"] or {}, document))
-
-
-def _ending(smaller: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
-    if not smaller.get("reached"):
-        return
-    if document["batched"]:
-        yield (
-            "This judge is asked about all criteria of an answer in one call: a smaller set makes "
-            "calls shorter, not fewer, and may change its scores."
-        )
-    yield f"Try it on stored answers:\n\n```bash\n{smaller['command']}\n```"
-
-
-def _command(run: str, workspace: Workspace, policies: list[SampledPolicy], file: Path) -> str:
-    words = ["refiner", "rescore", run, f"workspace={workspace.root}", "--rubrics", str(file)]
-    if policies[0].model != "grpo" or not policies[0].steps:
-        words += ["--from", "evaluation"]
-    return shlex.join(words)
-
-
-def _write(document: Mapping[str, Any], folder: Path) -> None:
-    with no_space_guard(folder, "writing the report on criteria"):
-        folder.mkdir(parents=True, exist_ok=True)
-        if "file" in (document["smaller"] or {}):
-            atomic.write_text(folder / SMALLER, _set_text(document))
-        atomic.write_text(folder / TEXT, criteria_text(document))
-        values = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-        atomic.write_text(folder / REPORT, values + "\n")
+    return printing.document("Criteria", lead, sections(document))
 
 
 def _set_text(document: Mapping[str, Any]) -> str:
     """The smaller set as a file."""
-    smaller, kept = document["smaller"], document["smaller"]["kept"]
-    names = {"title": "title", "criterion": "description", "polarity": "polarity"}
+    kept, of = document["smaller"]["kept"], document["smaller"]["of"]
+    name, run = kept[0]["source"], document["run"]
     content = {
-        "name": f"{kept[0]['source']}-smaller",
-        "version": 1,
-        "description": f"{len(kept)} of {smaller['of']} criteria of {kept[0]['source']}, with "
-        f"weights fitted to judgements of run {document['run']} by `refiner rubrics report`.",
+        **{"name": f"{name}-smaller", "version": 1},
+        "description": f"{len(kept)} of {of} criteria of {name}, with weights fitted to judgements "
+        f"of run {run} by `refiner rubrics report`.",
         "rubrics": [
-            {new: one[old] for old, new in names.items()} | {"weight": round(one["weight"], 4)}
+            {
+                **{"title": one["title"], "description": one["criterion"]},
+                **{"polarity": one["polarity"], "weight": round(one["weight"], 4)},
+            }
             for one in kept
         ],
     }

@@ -56,7 +56,9 @@ _MARGIN = 0.01
 _MOST = 4000
 _RESAMPLES = 200
 _KEY = ["source", "polarity", "criterion"]
+_COUNTED = {"answers": "answer", "prompts": "sample_id"}
 _SHOWN = 5
+_STATES = ("saturated", "dead")
 
 
 def rubric_credits(rollouts: Sequence[StoredRollout]) -> pd.DataFrame:
@@ -75,7 +77,7 @@ def rubric_credits(rollouts: Sequence[StoredRollout]) -> pd.DataFrame:
             }
             for name, value in row.items():
                 columns.setdefault(name, []).append(value)
-    return pd.DataFrame(columns)
+    return pd.DataFrame(columns).astype({"step": float} if columns else {})
 
 
 def criteria_report(rows: pd.DataFrame, *, keep: float = 0.95, seed: int = 0) -> Row:
@@ -90,25 +92,19 @@ def criteria_report(rows: pd.DataFrame, *, keep: float = 0.95, seed: int = 0) ->
     """
     rows = rows.assign(key=rows.groupby(_KEY, sort=False).ngroup())
     unusable = rows["credit"].isna()
-    scored = rows[~rows["answer"].isin(rows["answer"][unusable])].copy()
-    whole = scored["weight"] * scored["credit"]
-    of_answer = scored["answer"]
-    others = scored["weight"].groupby(of_answer).transform("sum") - scored["weight"]
-    rest = whole.groupby(of_answer).transform("sum") - whole
-    scored["rest"] = (rest / others).where(others > 0)
-    prompts = scored.groupby("key")["sample_id"].nunique()
-    static = rows["source"] != "instance"
-    shared = {*prompts.index[prompts >= FEWEST_PROMPTS], *rows["key"][static]}
-    common = scored["key"].isin(shared)
+    scored = rows[~rows["answer"].isin(rows["answer"][unusable])]
+    parts = scored.assign(whole=scored["weight"] * scored["credit"])[["weight", "whole"]]
+    others = parts.groupby(scored["answer"]).transform("sum") - parts
+    scored = scored.assign(rest=(others["whole"] / others["weight"]).where(others["weight"] > 0))
+    static = scored["source"] != "instance"
+    common = static | (scored.groupby("key")["sample_id"].transform("nunique") >= FEWEST_PROMPTS)
     table = [_criterion(part) for _, part in scored[common].groupby("key", sort=False)]
-    matrix = _static_matrix(scored[scored["source"] != "instance"])
+    matrix = _static_matrix(scored[static])
     found: Row = {
         "version": 1,
-        "answers": int(rows["answer"].nunique()),
-        "prompts": int(rows["sample_id"].nunique()),
+        **{name: int(rows[key].nunique()) for name, key in _COUNTED.items()},
         "steps": sorted({int(step) for step in rows["step"].dropna()}),
-        "judgements": len(rows),
-        "unusable": int(unusable.sum()),
+        **{"judgements": len(rows), "unusable": int(unusable.sum())},
         "criteria": table,
         "of_prompts": _of_prompts(scored[~common]),
         "redundant": [],
@@ -131,76 +127,55 @@ def criteria_report(rows: pd.DataFrame, *, keep: float = 0.95, seed: int = 0) ->
 
 
 def _criterion(part: pd.DataFrame) -> Row:
-    first = part.iloc[0]
-    late = part[part["step"] >= _late(part["step"])] if part["step"].notna().any() else part
-    early = part[part["step"] <= part["step"].quantile(0.25)]
+    first, quarters = part.iloc[0], part["step"].quantile([0.25, 0.75])
+    early, late = part[part["step"] <= quarters[0.25]], part[~(part["step"] < quarters[0.75])]
     return {
         **{name: first[name] for name in ("key", "title", *_KEY)},
-        "weight": float(first["weight"]),
-        "answers": len(part),
-        "prompts": int(part["sample_id"].nunique()),
-        "credit": paired(part, "credit"),
-        "discrimination": _correlation(part["credit"], part["rest"]),
-        "varies": _varies(part),
+        **{"weight": float(first["weight"]), "answers": len(part), **_numbers(part)},
+        "discrimination": _correlation(part[["credit", "rest"]]),
         "first": float(early["credit"].mean()) if len(early) else None,
         "last": float(late["credit"].mean()),
         "by_step": {int(s): float(m) for s, m in part.groupby("step")["credit"].mean().items()},
         "state": _state(float(late["credit"].mean())),
-        "slope": None,
-        "place": None,
+        **{"slope": None, "place": None},
     }
 
 
-def _late(steps: pd.Series) -> float:
-    return float(steps.quantile(0.75))
+def _numbers(part: pd.DataFrame) -> Row:
+    """Prompts, credit, and share of groups of at least two answers with different credits."""
+    spread = part.groupby(["group", "key"])["credit"].agg(["size", "min", "max"])
+    spread = spread[spread["size"] > 1]
+    varies = float((spread["max"] > spread["min"]).mean()) if len(spread) else None
+    prompts = int(part["sample_id"].nunique())
+    return {"prompts": prompts, "credit": paired(part, "credit"), "varies": varies}
 
 
 def _state(credit: float) -> str:
     return "saturated" if credit >= SATURATED else "dead" if credit <= 1 - SATURATED else ""
 
 
-def _varies(part: pd.DataFrame) -> float | None:
-    """Share of groups of at least two answers with different credits."""
-    spread = part.groupby(["group", "key"])["credit"].agg(["size", "min", "max"])
-    spread = spread[spread["size"] > 1]
-    return float((spread["max"] > spread["min"]).mean()) if len(spread) else None
-
-
-def _correlation(a: pd.Series, b: pd.Series) -> float | None:
-    known = a.notna() & b.notna()
-    a, b = a[known], b[known]
-    if len(a) < 3 or min(np.ptp(a), np.ptp(b)) < 1e-9:
+def _correlation(pairs: pd.DataFrame) -> float | None:
+    pairs = pairs.dropna()
+    if len(pairs) < 3 or np.ptp(pairs.to_numpy(), axis=0).min() < 1e-9:
         return None
-    return float(np.corrcoef(a, b)[0, 1])
+    return float(pairs.corr().iloc[0, 1])
 
 
 def _of_prompts(rows: pd.DataFrame) -> list[Row]:
     """Criteria of single prompts, by their source."""
     found = []
     for source, part in rows.groupby("source", sort=False):
-        late = part[part["step"] >= _late(part["step"])] if part["step"].notna().any() else part
-        means = late.groupby(["sample_id", "key"]).agg(
-            credit=("credit", "mean"), title=("title", "first"), criterion=("criterion", "first")
-        )
-        means["state"] = means["credit"].map(_state)
-        inside = part[["credit", "rest"]] - part.groupby("key")[["credit", "rest"]].transform(
-            "mean"
-        )
-        counts = means["state"].value_counts()
+        late = part[~(part["step"] < part["step"].quantile(0.75))]
+        states = late.groupby(["key", "criterion"], sort=False)["credit"].mean().map(_state)
+        named = {s: [*states.index[states == s].get_level_values(1)] for s in _STATES}
+        both = part[["credit", "rest"]]
         found.append(
             {
-                "source": source,
-                "criteria": int(part["key"].nunique()),
-                "prompts": int(part["sample_id"].nunique()),
-                "credit": paired(part, "credit"),
-                "discrimination": _correlation(inside["credit"], inside["rest"]),
-                "varies": _varies(part),
-                "judged_late": len(means),
-                **{state: int(counts.get(state, 0)) for state in ("saturated", "dead")},
-                "examples": {
-                    state: means[means["state"] == state]["criterion"].head(_SHOWN).tolist()
-                    for state in ("saturated", "dead")
-                },
+                **{"source": source, "criteria": int(part["key"].nunique()), **_numbers(part)},
+                "discrimination": _correlation(both - both.groupby(part["key"]).transform("mean")),
+                "judged_late": len(states),
+                **{state: len(texts) for state, texts in named.items()},
+                "examples": {state: texts[:_SHOWN] for state, texts in named.items()},
             }
         )
     return found
@@ -299,8 +274,7 @@ def smaller_set(matrix: pd.DataFrame, *, keep: float, seed: int) -> Row:
         matrix["credit"].to_numpy(),
         matrix["weight"][matrix["credit"].columns].iloc[0].to_numpy(),
     )
-    found: Row = {"of": len(weights), "keep": keep, "reached": False, "kept": [], "sizes": []}
-    found |= dict.fromkeys(("spearman", "low", "high", "kendall"))
+    found: Row = {"of": len(weights), "keep": keep, "reached": False, "kept": []}
     if min(held.sum(), (~held).sum()) < 2:
         return found
     rng = np.random.default_rng(seed)
@@ -308,13 +282,12 @@ def smaller_set(matrix: pd.DataFrame, *, keep: float, seed: int) -> Row:
     full = credits @ weights
     for chosen, new in _orders(credits[fitted], weights):
         smaller = credits[:, chosen] @ new
-        value = _spearman(smaller[held], full[held])
-        found["sizes"].append({"criteria": len(chosen), "spearman": value})
         if _spearman(smaller[fitted], full[fitted]) < min(keep + _MARGIN, 1.0):
             continue
         low, high = _spearman_interval(smaller[held], full[held], prompts[held], rng)
         return found | {
-            **{"reached": len(chosen) < len(weights), "spearman": value, "low": low, "high": high},
+            "reached": len(chosen) < len(weights),
+            **{"spearman": _spearman(smaller[held], full[held]), "low": low, "high": high},
             "kendall": _within(smaller[held], full[held], matrix[held]),
             "kept": [(i, float(w)) for i, w in zip(chosen, new, strict=True)],
             "answers": int(held.sum()),
@@ -345,11 +318,8 @@ def _orders(credits: Floats, weights: Floats) -> Iterator[tuple[list[int], Float
 
 def _spearman(a: Floats, b: Floats) -> float:
     """Rank correlation; 0 if a side is constant."""
-    from scipy.stats import rankdata
-
-    ranks = [rankdata(np.round(side, 9)) for side in (a, b)]
-    flat = min(map(np.ptp, ranks)) == 0 if len(a) else True
-    return 0.0 if flat else float(np.corrcoef(*ranks)[0, 1])
+    ranks = pd.DataFrame({"a": a, "b": b}).round(9).rank()
+    return _correlation(ranks) or 0.0
 
 
 def _spearman_interval(
@@ -357,11 +327,9 @@ def _spearman_interval(
 ) -> tuple[float, float]:
     """Percentiles over resampled prompts."""
     places = list(pd.Series(range(len(a))).groupby(prompts).indices.values())
-    drawn = []
-    for _ in range(_RESAMPLES):
-        picked = np.concatenate([places[i] for i in rng.integers(len(places), size=len(places))])
-        drawn.append(_spearman(a[picked], b[picked]))
-    low, high = np.quantile(drawn, [0.025, 0.975])
+    draws = rng.integers(len(places), size=(_RESAMPLES, len(places)))
+    chosen = (np.concatenate([places[i] for i in draw]) for draw in draws)
+    low, high = np.quantile([_spearman(a[c], b[c]) for c in chosen], [0.025, 0.975])
     return float(low), float(high)
 
 
@@ -393,9 +361,10 @@ def sections(document: Mapping[str, Any]) -> Iterator[Section]:
         for pair in document["redundant"]
     )
     if pairs:
-        yield Section("Redundant pairs", (), ("criterion", "criterion", "correlation"), pairs)
+        words = ("Their slopes come out too high.",)
+        yield Section("Redundant pairs", words, ("criterion", "criterion", "correlation"), pairs)
     if document["smaller"] is not None:
-        yield _section_of_set(document["smaller"])
+        yield _section_of_set(document["smaller"], document)
 
 
 _WORDS = (
@@ -403,6 +372,12 @@ _WORDS = (
     "difficult. Discrimination is the correlation with the other criteria of an answer. GRPO "
     "learns from a criterion in the share of groups in which it varies. Slope and place are those "
     "of a two-parameter logistic model.",
+)
+
+
+_BATCHED = (
+    "This judge is asked about all criteria of an answer in one call: a smaller set makes calls "
+    "shorter, not fewer, and may change its scores."
 )
 
 
@@ -451,7 +426,7 @@ def _section_of_prompts(one: Mapping[str, Any]) -> Section:
     return Section("Criteria of single prompts", tuple(words), header, (cells,))
 
 
-def _section_of_set(smaller: Mapping[str, Any]) -> Section:
+def _section_of_set(smaller: Mapping[str, Any], document: Mapping[str, Any]) -> Section:
     title, count, of = "A smaller set", len(smaller["kept"]), smaller["of"]
     if not smaller["reached"]:
         text = f"No smaller set keeps a rank correlation of {smaller['keep']:g}."
@@ -462,6 +437,8 @@ def _section_of_set(smaller: Mapping[str, Any]) -> Section:
         f"(Spearman, {smaller['answers']} answers to {smaller['prompts']} prompts that did not "
         f"choose it); within groups, Kendall's tau-b is {_interval(smaller['kendall'])}. Both "
         "compare the part of the reward that these criteria make.",
+        *[_BATCHED] * bool(document.get("batched")),
+        f"Try it on stored answers: `{document.get('command', '')}`",
     )
     rows = tuple((kept["title"], short(kept["weight"])) for kept in smaller["kept"])
     return Section(title, words, ("criterion", "weight"), rows)

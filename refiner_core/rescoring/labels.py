@@ -4,9 +4,7 @@ In: labels by person and question, the judge's scores, the judge's means of all 
 numbers with intervals over prompts.
 
 - Agreement of people: share of equal labels and Cohen's kappa of each pair
-  (:func:`~refiner_core.judge_report.measures.agreement`), and Krippendorff's alpha of all
-  (Hayes & Krippendorff 2007, "Answering the call for a standard reliability measure for coding
-  data", Communication Methods and Measures 1:77-89), with squared differences.
+  (:func:`~refiner_core.judge_report.measures.agreement`).
 - The judge against the mean label of a question, in credits (one minus the score of a fault):
   *sensitivity* is its mean credit where people's is above one half, *specificity* one minus its
   mean credit where theirs is below. A mean label of exactly one half counts in neither.
@@ -16,13 +14,12 @@ numbers with intervals over prompts.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from refiner_core.evaluation.statistics import CONFIDENCE, Estimate, estimate
 from refiner_core.judge_report.measures import agreement, plain
@@ -33,7 +30,6 @@ Floats = npt.NDArray[np.float64]
 Row = dict[str, Any]
 #: Fewest labelled prompts of an interval.
 FEWEST = 10
-_RESAMPLES = 1000
 
 
 class LabelledQuestion(NamedTuple):
@@ -97,38 +93,6 @@ def corrected_mean(means: Floats, of_labelled: Floats, judged: Floats, labels: F
     return Estimate(value, low, high, n, float(labels.sum()), n, how)
 
 
-def alpha(units: Sequence[Sequence[float]], prompts: Sequence[Hashable], seed: int = 0) -> Row:
-    """Krippendorff's alpha of questions with two or more labels, with percentiles over resampled
-    prompts: ``value``, ``low``, ``high``, None if all labels are equal."""
-    pairs = [(p, np.array(unit)) for p, unit in zip(prompts, units, strict=True) if len(unit) > 1]
-    rows = pd.DataFrame(
-        [
-            (p, 2 * len(u) * u.var() * len(u) / (len(u) - 1), len(u), u.sum(), (u**2).sum())
-            for p, u in pairs
-        ],
-        columns=["prompt", "inside", "n", "sum", "squares"],
-    )
-    sums = rows.groupby("prompt", sort=False).sum().to_numpy(dtype=np.float64)
-    if not len(sums):
-        return dict.fromkeys(("value", "low", "high"))
-    counts = np.random.default_rng(seed).multinomial(
-        len(sums), np.full(len(sums), 1 / len(sums)), size=_RESAMPLES
-    )
-    value, drawn = _alphas(sums.sum(axis=0, keepdims=True))[0], _alphas(counts @ sums)
-    known = drawn[np.isfinite(drawn)]
-    ends = np.quantile(known, [0.025, 0.975]).tolist() if len(known) > 0.95 * _RESAMPLES else None
-    low, high = ends if ends and len(sums) > 1 else (None, None)
-    return {"value": float(value) if np.isfinite(value) else None, "low": low, "high": high}
-
-
-def _alphas(sums: Floats) -> Floats:
-    inside, n, total, squares = sums.T
-    with np.errstate(invalid="ignore", divide="ignore"):
-        between = 2 * (n * squares - total**2) / (n - 1)
-        ratio = np.where(between > 1e-9, inside / between, np.nan)
-    return np.asarray(1.0 - ratio)
-
-
 def labels_report(questions: Sequence[LabelledQuestion]) -> Row:
     """Agreement between people, and the judge against them."""
     people = list(dict.fromkeys(person for q in questions for person in q.labels))
@@ -143,7 +107,6 @@ def labels_report(questions: Sequence[LabelledQuestion]) -> Row:
         {
             "people": {p: sum(p in q.labels for q in questions) for p in people},
             "pairs": pairs,
-            "alpha": alpha([[*q.labels.values()] for q in questions], prompts),
             "judge": {kind: _judge(part) for kind, part in chosen.items()},
         }
     )
@@ -176,9 +139,8 @@ def sections(document: Mapping[str, Any]) -> Iterator[Section]:
         for p in document["pairs"]
     )  # fmt: skip
     if pairs:
-        words = (f"Krippendorff's alpha of all: {shown(document['alpha'])}.",)
         of_pairs = ("people", "questions", "equal", "kappa", "quadratic kappa")
-        yield Section("Agreement between people", words, of_pairs, pairs)
+        yield Section("Agreement between people", (), of_pairs, pairs)
     rows = tuple(
         (kind, str(one["questions"]), *(_of(one[n]) for n in ("sensitivity", "specificity")),
          shown(one["agreement"]["raw"]), shown(one["agreement"]["quadratic"]))

@@ -32,7 +32,9 @@ def draw_criteria(seed: int, *, criteria: int, copies: int = 0, slope: float = 1
     base = criteria - copies
     places = rng.normal(size=base)
     places[: base // 6], places[base // 6 : base // 3] = -6.0, 6.0
-    return Criteria(slope * rng.lognormal(0.0, 0.5, base), places, copies)
+    slopes = slope * rng.lognormal(0.0, 0.5, base)
+    slopes[: base // 3] = slope
+    return Criteria(slopes, places, copies)
 
 
 def judge_answers(
