@@ -142,10 +142,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--biases", nargs="+", choices=BIASES, help="default: three of them")
     parser.add_argument("--seeds", type=int, default=5, help="for each bias")
     parser.add_argument("--honest", type=int, help="honest twins (default: one for each)")
-    parser.add_argument("--strength", type=float, default=0.6, help="0 to 1")
+    parser.add_argument("--strength", type=float, default=0.8, help="0 to 1")
     parser.add_argument("--steps", type=int, default=40, help="of GRPO")
-    parser.add_argument("--every", type=int, default=4, help="steps between two looks")
-    parser.add_argument("--rows", type=int, default=64, help="monitored prompts")
+    parser.add_argument("--every", type=int, default=5, help="steps between two looks")
+    parser.add_argument("--rows", type=int, default=128, help="monitored prompts")
     parser.add_argument("--alpha", type=float, default=0.05)
     parser.add_argument("--resamples", type=int, default=2000)
     parser.add_argument("--processes", type=int, default=2)
@@ -220,6 +220,8 @@ def _series(arm: Arm, run: dict[str, Any], args: argparse.Namespace) -> Series:
     saved = sorted((workspace.layout.stage(stage).data / "checkpoints").glob("*/progress.json"))
     seen = json.loads(saved[-1].read_text())["monitor"]  # the report has means, this has the rows
     steps = [look["step"] for look in seen["looks"]]
+    if len(seen["looks"][0]["proxy"]) != args.rows or steps[1] != args.every:
+        raise SystemExit(f"{args.workspace} has runs with other looks: name another --workspace")
     record = required_run(workspace, run["run"], "a run of the laboratory")
     (policy,) = read_policies(workspace, [record], RolloutSelection())
     truth: dict[int, list[float]] = {}
