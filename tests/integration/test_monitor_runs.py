@@ -72,14 +72,14 @@ def test_the_stop_is_a_result_and_later_stages_proceed(stopped: tuple[Path, Fini
     told = report["monitor"]
     assert 0 < told["stopped"] < 12
     assert report["steps"] == told["best"]
-    assert "by its monitor" in done.stderr or "stopped there" in done.stderr
+    assert "stopped by its monitor at step" in done.stderr
     assert list(workspace.glob("stages/*/holds/*")) == []
 
 
 def test_status_report_and_card_say_so(stopped: tuple[Path, Finished]) -> None:
     workspace, _ = stopped
     said = refiner("status", f"workspace={workspace}")
-    assert "monitor raised its alarm" in said.stdout
+    assert "stopped by its monitor at step" in said.stdout
     assert "stopped-by-monitor" in refiner("runs", f"workspace={workspace}", "--json").stdout
     page = refiner("report", f"workspace={workspace}", "--json").json
     assert {"monitor/proxy", "monitor/gold"} <= {c["metric"] for c in page["curves"]}
