@@ -117,9 +117,9 @@ class GoldMonitor:
         if self.config.monitor.action == "pause":
             raise MonitorPause(
                 f"GRPO is paused after step {step} of {self.steps[-1]}: {alarm_text(self.state)}",
-                expected="a person to look at the answers (`refiner report`)",
-                fix="run the same command again to continue without a further pause, or set "
-                "monitor.action=stop to end with the best weights by gold",
+                expected="a person to look at the answers (`refiner report`); the checkpoint of "
+                f"step {self.state['best']}, the best by gold, is kept",
+                fix="run the same command again to continue without a further pause",
             )
 
     @property
@@ -135,15 +135,19 @@ class GoldMonitor:
         told |= {"action": self.config.monitor.action, "alpha": self.config.monitor.alpha}
         told |= {"rows": len(self.rows), "golds": list(gold_protocols(self.config))}
         told["stopped"] = state["alarm"] if self.stopped else None
-        names = ("step", "proxy_mean", "gold_mean", "e_value")
-        told["looks"] = [{name: look[name] for name in names} for look in self.looks]
+        series = {"proxy": "proxy_mean", "gold": "gold_mean", "e_value": "e_value"}
+        for name, key in series.items():
+            told[name] = [[look["step"], look[key]] for look in self.looks]
         if state["alarm"] is None:
             return {"monitor": told}
         told["since"] = next(k["since"] for k in self.looks if k["step"] == state["alarm"])
-        remark = alarm_text(state)
+        why = alarm_text(state)
         if not self.stopped:
-            return {"monitor": told, "remark": remark}
-        remark += f"; it stopped there, with the weights of step {state['best']}, the best by gold"
+            return {"monitor": told, "remark": why}
+        remark = (
+            f"stopped by its monitor at step {state['alarm']}, with the weights of step "
+            f"{state['best']}, the best by gold: {why}"
+        )
         return {"steps": state["best"], "monitor": told, "remark": remark}
 
     def look(self, step: int) -> dict[str, float]:
@@ -260,9 +264,8 @@ def alarm_text(state: dict[str, Any]) -> str:
     since = next(look for look in state["looks"] if look["step"] == at["since"])
     proxy, gold = (at[f"{name}_mean"] - since[f"{name}_mean"] for name in ("proxy", "gold"))
     return (
-        f"the monitor raised its alarm at step {at['step']}: since step {since['step']} the "
-        f"training reward has changed by {proxy:+.3f} of its range and gold by {gold:+.3f} "
-        f"(e-value {at['e_value']:.3g})"
+        f"from step {since['step']} to {at['step']} the training reward changed by {proxy:+.3f} of "
+        f"its range, and gold by {gold:+.3f} (alarm of the monitor, e-value {at['e_value']:.3g})"
     )
 
 
