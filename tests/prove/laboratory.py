@@ -144,9 +144,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="for each bias")
     parser.add_argument("--honest", type=int, help="honest twins (default: one for each)")
     parser.add_argument("--strength", type=float, default=0.8, help="0 to 1")
-    parser.add_argument("--steps", type=int, default=40, help="of GRPO")
-    parser.add_argument("--every", type=int, default=5, help="steps between two looks")
-    parser.add_argument("--rows", type=int, default=128, help="monitored prompts")
+    parser.add_argument("--steps", type=int, default=60, help="of GRPO")
+    parser.add_argument("--every", type=int, default=6, help="steps between two looks")
+    parser.add_argument("--rows", type=int, default=160, help="monitored prompts")
     parser.add_argument("--alpha", type=float, default=0.05)
     parser.add_argument(
         "--gold-noise",
