@@ -1,9 +1,10 @@
 """GRPO on the tiny model in several processes that train together.
 
 python -m tests.support.grpo_ranks ROOT CASES, in the environment of torchrun: CASES is JSON, a list
-of objects with ``name``, ``grpo`` (its section) and optionally ``every`` (of a monitor), ``stop_at``, ``fault``
-(``judge``, ``sampler``, ``rewards``; in the second step) and ``again`` (run it once more). Every
-rank writes what it met to ROOT/NAME/rank-R.json; rank 0's IO is a folder there.
+of objects with ``name``, ``grpo`` (its section) and optionally ``every`` (of a monitor),
+``stop_at``, ``fault`` (``judge``, ``sampler``, ``rewards``; in the second step) and ``again`` (run
+it once more). Every rank writes what it met to ROOT/NAME/rank-R.json; rank 0's IO is a folder
+there.
 """
 
 from __future__ import annotations
