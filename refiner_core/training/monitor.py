@@ -128,6 +128,12 @@ class GoldMonitor:
         until the newest is saved."""
         return sorted({best for best in (_best(self.looks[:-1]), _best(self.looks)) if best})
 
+    @property
+    def kept_at_end(self) -> list[int]:
+        """The best by gold, unless its weights are the result."""
+        best = self.state["best"]
+        return [] if self.stopped or best is None else [best]
+
     def report(self) -> dict[str, Any]:
         """Entries of the stage's report; ``steps`` are those of the weights."""
         state = self.state
