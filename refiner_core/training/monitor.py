@@ -128,6 +128,12 @@ class GoldMonitor:
         until the newest is saved."""
         return sorted({best for best in (_best(self.looks[:-1]), _best(self.looks)) if best})
 
+    @property
+    def kept_at_end(self) -> list[int]:
+        """The best by gold, unless its weights are the result."""
+        best = self.state["best"]
+        return [] if self.stopped or best is None else [best]
+
     def report(self) -> dict[str, Any]:
         """Entries of the stage's report; ``steps`` are those of the weights."""
         state = self.state
@@ -167,7 +173,9 @@ class GoldMonitor:
         found, calls = on_first(self.ranks, lambda: self._scores(samples))
         self.state["calls"] += calls
         self.looks.append({"step": step, **found})
-        values = self._judged()
+        # One answer for all ranks: they have to agree on an alarm.
+        values, told = on_first(self.ranks, self._judged)
+        self.looks[-1].update(told)
         self.state["best"] = _best(self.looks)
         if self.state["alarm"] is None and values["monitor/alarm"]:
             self.state["alarm"] = step
@@ -202,8 +210,8 @@ class GoldMonitor:
         parts = {one.name: _mean(found[one.name]) for one in self._golds}
         return {"proxy": proxy, "gold": gold, **means, "golds": parts}, calls
 
-    def _judged(self) -> dict[str, float]:
-        """Metrics of the newest look; adds the evidence to it."""
+    def _judged(self) -> tuple[dict[str, float], dict[str, Any]]:
+        """Metrics of the newest look, and its evidence."""
         first, newest = self.looks[0], self.looks[-1]
         proxy, gold = (
             np.array([look[name] for look in self.looks], dtype=np.float64)
@@ -213,20 +221,20 @@ class GoldMonitor:
         looks = max(1, len(self.steps) - 1)
         found = evidence(proxy, gold, looks=looks, keep=monitor.keep)
         log_e = float(found.log_e[-1])
-        newest["e_value"] = math.exp(min(log_e, _LOG_LIMIT))
-        newest["since"] = self.looks[int(found.since[-1])]["step"]
+        since = self.looks[int(found.since[-1])]["step"]
+        told = {"e_value": math.exp(min(log_e, _LOG_LIMIT)), "since": since}
         rises = [newest[f"{name}_mean"] - first[f"{name}_mean"] for name in ("proxy", "gold")]
         values = {
             "monitor/proxy": newest["proxy_mean"],
             "monitor/gold": newest["gold_mean"],
             "monitor/difference": rises[0] - rises[1],
-            "monitor/e_value": newest["e_value"],
+            "monitor/e_value": told["e_value"],
             "monitor/alarm": float(found.first_alarm(monitor.alpha) is not None),
             "monitor/unscored": float(newest["gold"].count(None)),
         }
         if len(newest["golds"]) > 1:
             values |= {f"monitor/gold_{name}": mean for name, mean in newest["golds"].items()}
-        return values
+        return values, told
 
 
 def _best(looks: Sequence[dict[str, Any]]) -> int | None:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from refiner_core.contract.config import MonitorConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, MonitorPause
-from refiner_core.data.prepared import write_prompts
 from refiner_core.training import monitor
 from refiner_core.training.monitor import Gold, choose_rows
 from tests.support.tiny_training import (
     LiveSampler,
     NoJudge,
     TrainRun,
+    low_or_high,
     prompts,
     save_data,
     save_tiny_model,
+    watched,
 )
 
-GOLD = json.dumps({"name": "gold", "judge": {"model": "lexical-loose-1"}})
 ROWS, STEPS = 48, 12
 
 
@@ -31,7 +29,6 @@ ROWS, STEPS = 48, 12
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("inputs")
     save_data(root / "data")
-    write_prompts(root / "data" / "rl_test.parquet", prompts(ROWS + 4, seed=3))
     save_tiny_model(root / "model")
     return root
 
@@ -40,12 +37,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def new(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs whose proxy is the share of low words, and whose gold is that of high ones."""
 
-    def shares(one: Gold, samples: Any) -> list[float | None]:
-        words = [sample.text.split() for sample in samples]
-        low = [sum(int(word[1:]) < 24 for word in text) / max(1, len(text)) for text in words]
-        return list(low) if one.name == "proxy" else [1 - value for value in low]
-
-    monkeypatch.setattr(monitor, "_shares", shares)
+    monkeypatch.setattr(monitor, "_shares", low_or_high)
 
     def made(name: str, **section: Any) -> TrainRun:
         run = TrainRun(inputs, tmp_path / name)
@@ -54,8 +46,7 @@ def new(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         run.config = replace(run.config, stages=("data", "grpo"), grpo=grpo)
         if section:
-            watch = MonitorConfig(**{"gold": (GOLD,), "rows": ROWS, **section})
-            run.config = replace(run.config, monitor=watch)
+            run.config = watched(run.config, **section)
             run.golds = [Gold("gold", run.config, NoJudge())]
         return run
 
