@@ -2,7 +2,7 @@
 ones alone?
 
     make prove                                        # 3 biases x 5 seeds, each with an honest twin
-    python -m tests.prove.laboratory --small          # 1 bias x 2 seeds: that it works
+    python -m tests.prove.laboratory --small          # that it works; too few runs for its claims
     python -m tests.prove.laboratory --biases length leak --strength 0.3 --seeds 8
 
 `tiny` is trained by GRPO from one SFT model under judges with planted biases
@@ -360,10 +360,11 @@ def table(
         found = outcome(series)
         values = ([s.proxy for s in series], [s.gold for s in series], [s.truth for s in series])
         rises = [np.mean([_rise(one) for one in group]) for group in values]
+        delay = "" if np.isnan(found.delay) else f"{found.delay:.0f}"
         kept = "" if found.kept is None else "{:+.3f} [{:+.3f}, {:+.3f}]".format(*found.kept)
         yield (
             f"| {name} | {found.runs} | {rises[0]:+.3f} | {rises[1]:+.3f} | {rises[2]:+.3f} | "
-            f"{found.lost} | {found.alarms} | {found.found} of {found.lost} | {found.delay:.0f} | "
+            f"{found.lost} | {found.alarms} | {found.found} of {found.lost} | {delay} | "
             f"{kept} |"
         )
     yield ""
