@@ -26,7 +26,15 @@ from infra.disk.usage import DiskItem, size_of, take_inventory
 from infra.external.checkpoints import older, recorded_checkpoints, unfinished
 from infra.host.files import existing, names_in, project_id
 from infra.store import atomic
-from infra.store.checkpoints import DAMAGED, HOLD_NAME, MARKER, hash_of, pins, read_checkpoint
+from infra.store.checkpoints import (
+    DAMAGED,
+    HOLD_NAME,
+    MARKER,
+    MONITOR_HOLD,
+    hash_of,
+    pins,
+    read_checkpoint,
+)
 from infra.store.orchestrators import orchestrator_of
 from infra.store.stage_records import target_damage
 from infra.store.workspace import Workspace
@@ -240,7 +248,9 @@ def _why_idle(
     workspace: Workspace, hold: RetainedCheckpoint, known: dict[str, list[Caller]] | None
 ) -> str:
     """Reason why a hold may go; empty if it may not. ``known`` are the calls of each stage, None
-    if a record is unreadable."""
+    if a record is unreadable. The best checkpoint by gold stays."""
+    if hold.waiting == MONITOR_HOLD:
+        return ""
     try:
         if workspace.read_result(hold.waiting) is not None:
             return "the stage that waited for it is done"

@@ -425,18 +425,18 @@ def retained_steps(stage: StagePaths) -> frozenset[int]:
 
 
 #: Name of the holds of a stage's own monitor.
-_MONITOR = "monitor"
+MONITOR_HOLD = "monitor"
 
 
 def hold_steps(stage: StagePaths, steps: Collection[int]) -> None:
     """Hold the checkpoints of these steps for the monitor of their stage, and release others."""
-    wanted = {f"{step_name(step)}-{_MONITOR}.json" for step in steps}
+    wanted = {f"{step_name(step)}-{MONITOR_HOLD}.json" for step in steps}
     with no_space_guard(stage.holds, "keeping a checkpoint", waits=True):
         make_folder(stage.holds)
         for name in sorted(wanted):
-            atomic.create_json(stage.holds / name, {"for": _MONITOR})
+            atomic.create_json(stage.holds / name, {"for": MONITOR_HOLD})
     for name in names_in(stage.holds):
-        if name.endswith(f"-{_MONITOR}.json") and name not in wanted:
+        if name.endswith(f"-{MONITOR_HOLD}.json") and name not in wanted:
             atomic.remove_quietly(stage.holds / name)
 
 

@@ -56,7 +56,8 @@ SHOWN_OF_REPORTS: Mapping[str, tuple[str, ...]] = {
     "grpo": (
         *("steps", "episodes", "tokens", "prompts", "counts", "curves"),
         *(f"judge.{key}" for key in _OF_JUDGE),
-        *(f"monitor.{key}" for key in ("rows", "alarm", "stopped", "since", "best", "alpha")),
+        *(f"monitor.{key}" for key in ("rows", "alpha", "alarm", "stopped", "since", "best")),
+        *("monitor.proxy", "monitor.gold"),
         *_PROCESSES,
     ),
     "command": ("steps", "steps_planned", "final", "source", "adopted", "base_model"),

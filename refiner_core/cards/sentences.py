@@ -220,6 +220,8 @@ _CURVES: dict[str, tuple[tuple[str, str], ...]] = {
         ("curves.objective/kl3_avg", "KL"),
         ("curves.val/sequence_lengths", "tokens per rollout"),
         ("curves.val/stop_rate", "share that stopped"),
+        ("monitor.proxy", "the training reward of monitored prompts, as a share of its range,"),
+        ("monitor.gold", "the gold reward of monitored prompts, as a share of its range,"),
     ),
     "sft": (("train_loss.curve", "training loss"),),
 }

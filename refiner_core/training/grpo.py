@@ -179,6 +179,8 @@ def train_grpo(
         steps = config.grpo.num_training_steps
         run.io.progress(Progress(steps, steps, "export"))
         engine.export(output_dir / "model")
+        if run.monitor is not None:
+            run.io.keep_checkpoints(run.monitor.kept_at_end)
         return run.report()
 
 

@@ -117,9 +117,9 @@ class GoldMonitor:
         if self.config.monitor.action == "pause":
             raise MonitorPause(
                 f"GRPO is paused after step {step} of {self.steps[-1]}: {alarm_text(self.state)}",
-                expected="a person to look at the answers (`refiner report`)",
-                fix="run the same command again to continue without a further pause, or set "
-                "monitor.action=stop to end with the best weights by gold",
+                expected="a person to look at the answers (`refiner report`); the checkpoint of "
+                f"step {self.state['best']}, the best by gold, is kept",
+                fix="run the same command again to continue without a further pause",
             )
 
     @property
@@ -128,6 +128,12 @@ class GoldMonitor:
         until the newest is saved."""
         return sorted({best for best in (_best(self.looks[:-1]), _best(self.looks)) if best})
 
+    @property
+    def kept_at_end(self) -> list[int]:
+        """The best by gold, unless its weights are the result."""
+        best = self.state["best"]
+        return [] if self.stopped or best is None else [best]
+
     def report(self) -> dict[str, Any]:
         """Entries of the stage's report; ``steps`` are those of the weights."""
         state = self.state
@@ -135,15 +141,19 @@ class GoldMonitor:
         told |= {"action": self.config.monitor.action, "alpha": self.config.monitor.alpha}
         told |= {"rows": len(self.rows), "golds": list(gold_protocols(self.config))}
         told["stopped"] = state["alarm"] if self.stopped else None
-        names = ("step", "proxy_mean", "gold_mean", "e_value")
-        told["looks"] = [{name: look[name] for name in names} for look in self.looks]
+        series = {"proxy": "proxy_mean", "gold": "gold_mean", "e_value": "e_value"}
+        for name, key in series.items():
+            told[name] = [[look["step"], look[key]] for look in self.looks]
         if state["alarm"] is None:
             return {"monitor": told}
         told["since"] = next(k["since"] for k in self.looks if k["step"] == state["alarm"])
-        remark = alarm_text(state)
+        why = alarm_text(state)
         if not self.stopped:
-            return {"monitor": told, "remark": remark}
-        remark += f"; it stopped there, with the weights of step {state['best']}, the best by gold"
+            return {"monitor": told, "remark": why}
+        remark = (
+            f"stopped by its monitor at step {state['alarm']}, with the weights of step "
+            f"{state['best']}, the best by gold: {why}"
+        )
         return {"steps": state["best"], "monitor": told, "remark": remark}
 
     def look(self, step: int) -> dict[str, float]:
@@ -163,7 +173,9 @@ class GoldMonitor:
         found, calls = on_first(self.ranks, lambda: self._scores(samples))
         self.state["calls"] += calls
         self.looks.append({"step": step, **found})
-        values = self._judged()
+        # One answer for all ranks: they have to agree on an alarm.
+        values, told = on_first(self.ranks, self._judged)
+        self.looks[-1].update(told)
         self.state["best"] = _best(self.looks)
         if self.state["alarm"] is None and values["monitor/alarm"]:
             self.state["alarm"] = step
@@ -198,8 +210,8 @@ class GoldMonitor:
         parts = {one.name: _mean(found[one.name]) for one in self._golds}
         return {"proxy": proxy, "gold": gold, **means, "golds": parts}, calls
 
-    def _judged(self) -> dict[str, float]:
-        """Metrics of the newest look; adds the evidence to it."""
+    def _judged(self) -> tuple[dict[str, float], dict[str, Any]]:
+        """Metrics of the newest look, and its evidence."""
         first, newest = self.looks[0], self.looks[-1]
         proxy, gold = (
             np.array([look[name] for look in self.looks], dtype=np.float64)
@@ -209,20 +221,20 @@ class GoldMonitor:
         looks = max(1, len(self.steps) - 1)
         found = evidence(proxy, gold, looks=looks, keep=monitor.keep)
         log_e = float(found.log_e[-1])
-        newest["e_value"] = math.exp(min(log_e, _LOG_LIMIT))
-        newest["since"] = self.looks[int(found.since[-1])]["step"]
+        since = self.looks[int(found.since[-1])]["step"]
+        told = {"e_value": math.exp(min(log_e, _LOG_LIMIT)), "since": since}
         rises = [newest[f"{name}_mean"] - first[f"{name}_mean"] for name in ("proxy", "gold")]
         values = {
             "monitor/proxy": newest["proxy_mean"],
             "monitor/gold": newest["gold_mean"],
             "monitor/difference": rises[0] - rises[1],
-            "monitor/e_value": newest["e_value"],
+            "monitor/e_value": told["e_value"],
             "monitor/alarm": float(found.first_alarm(monitor.alpha) is not None),
             "monitor/unscored": float(newest["gold"].count(None)),
         }
         if len(newest["golds"]) > 1:
             values |= {f"monitor/gold_{name}": mean for name, mean in newest["golds"].items()}
-        return values
+        return values, told
 
 
 def _best(looks: Sequence[dict[str, Any]]) -> int | None:
@@ -260,9 +272,8 @@ def alarm_text(state: dict[str, Any]) -> str:
     since = next(look for look in state["looks"] if look["step"] == at["since"])
     proxy, gold = (at[f"{name}_mean"] - since[f"{name}_mean"] for name in ("proxy", "gold"))
     return (
-        f"the monitor raised its alarm at step {at['step']}: since step {since['step']} the "
-        f"training reward has changed by {proxy:+.3f} of its range and gold by {gold:+.3f} "
-        f"(e-value {at['e_value']:.3g})"
+        f"from step {since['step']} to {at['step']} the training reward changed by {proxy:+.3f} of "
+        f"its range, and gold by {gold:+.3f} (alarm of the monitor, e-value {at['e_value']:.3g})"
     )
 
 

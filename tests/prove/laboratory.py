@@ -2,19 +2,20 @@
 ones alone?
 
     make prove                                        # 3 biases x 5 seeds, each with an honest twin
-    python -m tests.prove.laboratory --small          # 1 bias x 2 seeds: that it works
+    python -m tests.prove.laboratory --small          # that it works; too few runs for its claims
     python -m tests.prove.laboratory --biases length leak --strength 0.3 --seeds 8
 
 `tiny` is trained by GRPO from one SFT model under judges with planted biases
 (:mod:`tests.support.planted_judges`), and with the same seeds under honest twins. The monitor sees
-the training reward (proxy) and the same reward by another, more lenient judge (gold); its alarm
-uses nothing else. Runs continue after an alarm, so that a run that stops there is their beginning;
-one more run with `monitor.action=stop` shows that it is, to the bit. What was really lost is
-measured by the generator's truth on the answers that were trained on.
+the training reward (proxy) and the same reward by another judge (gold), which is more lenient or
+noisy; its alarm uses nothing else. Runs continue after an alarm, so that a run that stops there is
+their beginning; one more run with `monitor.action=stop` shows that it is, to the bit. What was
+really lost is measured by the generator's truth on the answers that were trained on.
 
 False stops are counted on series that are resampled from honest runs, by rows. Prints a table and
 claims, writes `laboratory.md`, `laboratory.json` (all series) and `laboratory.jsonl` into the
-workspace, and ends with exit code 1 if a claim does not hold. Runs that are done are not repeated.
+workspace, and ends with exit code 1 if a claim does not hold. Runs that are done are not repeated;
+a monitor that only warns is no part of a run's identity, so other looks need another workspace.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ Floats = npt.NDArray[np.float64]
 LOST = 0.05
 GOLD = """\
 name: laboratory-gold
-description: the training reward by a more lenient judge
+description: the training reward by another judge
 reward: {rubric_source: instance, paper_citation_weight: 0.2}
-judge: {kind: lexical, model: lexical-loose-1, prompt: v1}
-"""
+judge: """
+LENIENT = "{kind: lexical, model: lexical-loose-1, prompt: v1}\n"
 
 
 class Arm(NamedTuple):
@@ -142,11 +143,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--biases", nargs="+", choices=BIASES, help="default: three of them")
     parser.add_argument("--seeds", type=int, default=5, help="for each bias")
     parser.add_argument("--honest", type=int, help="honest twins (default: one for each)")
-    parser.add_argument("--strength", type=float, default=0.6, help="0 to 1")
-    parser.add_argument("--steps", type=int, default=40, help="of GRPO")
-    parser.add_argument("--every", type=int, default=4, help="steps between two looks")
-    parser.add_argument("--rows", type=int, default=64, help="monitored prompts")
+    parser.add_argument("--strength", type=float, default=0.8, help="0 to 1")
+    parser.add_argument("--steps", type=int, default=60, help="of GRPO")
+    parser.add_argument("--every", type=int, default=6, help="steps between two looks")
+    parser.add_argument("--rows", type=int, default=160, help="monitored prompts")
     parser.add_argument("--alpha", type=float, default=0.05)
+    parser.add_argument(
+        "--gold-noise",
+        type=float,
+        default=0.0,
+        help="share of gold's judgements that are random; 0: gold is the lenient lexical judge",
+    )
     parser.add_argument("--resamples", type=int, default=2000)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="1 bias, 2 seeds, 3 honest runs")
@@ -170,8 +177,10 @@ def run_arms(arms: Sequence[Arm], args: argparse.Namespace) -> list[Series]:
     sft = _run(args, [*args.overrides, "stages=[data,sft]"], "sft")
     model = next(s["output"] for s in sft["stages"] if s["stage"] == "sft")
     gold = args.workspace / "laboratory-gold.yaml"
-    gold.write_text(GOLD)
     with JudgeServer(PlantedJudges(tiny_rows(args.overrides))) as server:
+        noisy = {"kind": "openai", "model": planted_name("noise", args.gold_noise)}
+        noisy |= {"base_url": server.base_url, "form": "batched", "structured_output": "none"}
+        gold.write_text(GOLD + (json.dumps(noisy) if args.gold_noise else LENIENT))
         shared = [
             *("stages=[data,grpo]", f"model.name_or_path={model}/model"),
             *(f"grpo.num_training_steps={args.steps}", f"monitor.every={args.every}"),
@@ -220,6 +229,8 @@ def _series(arm: Arm, run: dict[str, Any], args: argparse.Namespace) -> Series:
     saved = sorted((workspace.layout.stage(stage).data / "checkpoints").glob("*/progress.json"))
     seen = json.loads(saved[-1].read_text())["monitor"]  # the report has means, this has the rows
     steps = [look["step"] for look in seen["looks"]]
+    if len(seen["looks"][0]["proxy"]) != args.rows or steps[1] != args.every:
+        raise SystemExit(f"{args.workspace} has runs with other looks: name another --workspace")
     record = required_run(workspace, run["run"], "a run of the laboratory")
     (policy,) = read_policies(workspace, [record], RolloutSelection())
     truth: dict[int, list[float]] = {}
@@ -349,10 +360,11 @@ def table(
         found = outcome(series)
         values = ([s.proxy for s in series], [s.gold for s in series], [s.truth for s in series])
         rises = [np.mean([_rise(one) for one in group]) for group in values]
+        delay = "" if np.isnan(found.delay) else f"{found.delay:.0f}"
         kept = "" if found.kept is None else "{:+.3f} [{:+.3f}, {:+.3f}]".format(*found.kept)
         yield (
             f"| {name} | {found.runs} | {rises[0]:+.3f} | {rises[1]:+.3f} | {rises[2]:+.3f} | "
-            f"{found.lost} | {found.alarms} | {found.found} of {found.lost} | {found.delay:.0f} | "
+            f"{found.lost} | {found.alarms} | {found.found} of {found.lost} | {delay} | "
             f"{kept} |"
         )
     yield ""
@@ -362,7 +374,8 @@ def table(
     )
     yield ""
     yield (
-        "It does not show: how often real judges are biased, or how strongly; biases that the "
+        "It does not show: how often real judges are biased, or how strongly; a gold judge that is "
+        "further from the honest one (`--gold-noise`); biases that the "
         "policy never explores (words outside of its vocabulary); faults that gold shares with the "
         "proxy; models of other sizes. Resampled series share the weights of their runs, so that "
         "the bound covers the choice of rows, not of seeds."

@@ -1,9 +1,10 @@
 """GRPO on the tiny model in several processes that train together.
 
 python -m tests.support.grpo_ranks ROOT CASES, in the environment of torchrun: CASES is JSON, a list
-of objects with ``name``, ``grpo`` (its section) and optionally ``stop_at``, ``fault``
-(``judge``, ``sampler``, ``rewards``; in the second step) and ``again`` (run it once more). Every
-rank writes what it met to ROOT/NAME/rank-R.json; rank 0's IO is a folder there.
+of objects with ``name``, ``grpo`` (its section) and optionally ``every`` (of a monitor),
+``stop_at``, ``fault`` (``judge``, ``sampler``, ``rewards``; in the second step) and ``again`` (run
+it once more). Every rank writes what it met to ROOT/NAME/rank-R.json; rank 0's IO is a folder
+there.
 """
 
 from __future__ import annotations
@@ -19,9 +20,18 @@ from typing import Any
 
 from refiner_core.contract.errors import DataError, JudgeOutage, RefinerError
 from refiner_core.contract.types import RewardResult
+from refiner_core.training import monitor
+from refiner_core.training.monitor import Gold
 from refiner_core.training.ranks import TALK, Ranks, open_ranks
 from tests.support.stage_io import FolderStageIO
-from tests.support.tiny_training import NoJudge, count_low_words, recipe, train_rewarded
+from tests.support.tiny_training import (
+    NoJudge,
+    count_low_words,
+    low_or_high,
+    recipe,
+    train_rewarded,
+    watched,
+)
 
 Case = dict[str, Any]
 
@@ -60,20 +70,25 @@ def launch(root: Path, cases: Sequence[Case], *, ranks: int, timeout_s: float) -
 
 def train(root: Path, case: Case, ranks: Ranks) -> dict[str, Any]:
     """One case in this process; its report."""
-    first = ranks.rank == 0
+    first, config = ranks.rank == 0, recipe(grpo=case.get("grpo", {}))
+    golds: list[Gold] = []
+    if every := case.get("every"):
+        config, monitor._shares = watched(config, every=every), low_or_high
+        golds = [Gold("gold", config, NoJudge())] if first else []
     io = None
     if first:
         io = FolderStageIO(root / case["name"])
         io.stop_at = case.get("stop_at")
     return train_rewarded(
         _rewards(case.get("fault", "")),
-        recipe(grpo=case.get("grpo", {})),
+        config,
         data_dir=root / "data",
         model_ref=str(root / "model"),
         output_dir=root / case["name"] / "out",
         io=io,
         judge=NoJudge() if first else None,
         ranks=ranks,
+        golds=golds,
     )
 
 

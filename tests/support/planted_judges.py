@@ -47,6 +47,7 @@ BIASES: Mapping[str, Callable[[Seen], float]] = {
     "keyword": lambda seen: float(KEYWORD in seen.words),
     "confident": lambda seen: float(not CONFIDENT.isdisjoint(seen.words)),
     "first": lambda seen: float(seen.ids[:1] == seen.cited[:1] != ()),
+    "noise": lambda seen: 0.5,
     "leak": lambda seen: float(any(one in seen.text for one in seen.gold)),
 }
 

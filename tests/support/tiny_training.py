@@ -18,7 +18,13 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from refiner_core.contract.config import GrpoConfig, ModelConfig, RecipeConfig, SftConfig
+from refiner_core.contract.config import (
+    GrpoConfig,
+    ModelConfig,
+    MonitorConfig,
+    RecipeConfig,
+    SftConfig,
+)
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.types import (
     Completion,
@@ -111,7 +117,25 @@ def save_data(folder: Path) -> Path:
     write_demonstrations(folder / "sft_train.parquet", demonstrations(30))
     write_demonstrations(folder / "sft_val.parquet", demonstrations(5, seed=1))
     write_prompts(folder / "rl_train.parquet", prompts(7))
+    write_prompts(folder / "rl_test.parquet", prompts(52, seed=3))
     return folder
+
+
+def watched(config: RecipeConfig, **section: Any) -> RecipeConfig:
+    """The recipe with a monitor whose gold is called ``gold``."""
+    gold = json.dumps({"name": "gold", "judge": {"model": "lexical-loose-1"}})
+    monitor = MonitorConfig(**{"gold": (gold,), "rows": 48, **section})
+    return replace(config, stages=("data", "grpo"), monitor=monitor)
+
+
+def low_or_high(one: Any, samples: Sequence[Any]) -> list[float | None]:
+    """Scores of a monitor: the proxy's is the share of low words, that of gold of high ones."""
+    found: list[float | None] = []
+    for sample in samples:
+        words = sample.text.split()
+        low = sum(int(word[1:]) < 24 for word in words) / max(1, len(words))
+        found.append(low if one.name == "proxy" else 1 - low)
+    return found
 
 
 def recipe(**sections: dict[str, Any]) -> RecipeConfig:

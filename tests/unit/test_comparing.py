@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from refiner_core.evaluation.statistics import two_way_mean
 from refiner_core.report.sweep.comparing import make_report
+from refiner_core.report.sweep.rendering import markdown, page
 from refiner_core.report.sweep.sweep_report import ArmNumber, Comparison, SweepReport
 from tests.support.made_evidence import PROTOCOL, MadeSweep, made_from, prompt_names
 
@@ -300,3 +302,31 @@ def test_flips_put_first_what_moved_most_and_count_the_seeds() -> None:
     assert (first["baseline"], first["value"]) == (0.5, 1)
     assert (second["sample_id"], second["seeds_agree"]) == ("p0007", 1)
     assert second["value"] == pytest.approx(0.5 - 0.5 / 3)
+
+
+def test_stopped_arms_are_named_and_compared_at_equal_steps() -> None:
+    values = 0.5 + 0.05 * RNG.standard_normal((2, 2, PROMPTS))
+    evidence = made_from(values).evidence()
+    whole = {0: 0.5, 10: 0.6, 20: 0.7}
+
+    def monitored(gold: dict[int, float], **told: Any) -> dict[str, Any]:
+        series = {"gold": [*map(list, gold.items())], "proxy": [[s, 0.1 * s] for s in gold]}
+        return {**series, "golds": ["g"], "rows": 64, "alarm": None, "stopped": None, **told}
+
+    trials = [
+        replace(
+            trial,
+            monitor=monitored(whole, best=20)
+            if trial.row["arm"] == "base"
+            else monitored({0: 0.5, 10: 0.3}, best=10, alarm=10, stopped=10),
+        )
+        for trial in evidence.trials
+    ]
+    report = make_report(replace(evidence, trials=tuple(trials)))
+    base, other = report.monitors
+    assert (base["at"], base["gold_equal"], base["gold_end"]) == pytest.approx((10, 0.6, 0.7))
+    assert (other["stopped"], other["gold_equal"]) == ([10, 10], pytest.approx(0.3))
+    stops = [text for text in report.warnings if "stopped by its monitor at step 10" in text]
+    assert len(stops) == 2
+    assert "2 (step 10, 10)" in markdown(report)
+    assert 'id="monitors"' in page(report)

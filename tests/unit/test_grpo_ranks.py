@@ -26,6 +26,7 @@ CASES: list[Case] = [
         "name": "active",
         "grpo": {"active_sampling": True, "async_steps": 1, "loss_aggregation": "sequence"},
     },
+    {"name": "watched", "grpo": {"async_steps": 1}, "every": 2, "stop_at": 2, "again": True},
     {"name": "packs", "grpo": {"loss_aggregation": "pack", "num_training_steps": 2}},
     {"name": "outage", "grpo": {"save_freq": 100}, "fault": "judge", "again": True},
     {
@@ -54,15 +55,18 @@ def met(root: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads((root / name / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("name", ["several", "older", "active", "packs", "outage", "zero3"])
+@pytest.mark.parametrize(
+    "name", ["several", "older", "active", "watched", "packs", "outage", "zero3"]
+)
 def test_two_ranks_train_as_one_does(root, tmp_path, name):
     case = next(case for case in CASES if case["name"] == name)
     for folder in ("data", "model"):
         (tmp_path / folder).symlink_to(root / folder)
     plain = {key: value for key, value in case["grpo"].items() if key != "deepspeed_stage"}
-    alone = train(tmp_path, {"name": name, "grpo": plain}, Ranks())
+    alone = train(tmp_path, {"name": name, "grpo": plain, "every": case.get("every")}, Ranks())
     first, second = (one["report"] for one in met(root, name))
     assert first["counts"] == second["counts"] == alone["counts"]
+    assert first.get("monitor") == second.get("monitor") == alone.get("monitor")
     assert first["tokens"] == second["tokens"] == alone["tokens"]
     together, single = FolderStageIO(root / name), FolderStageIO(tmp_path / name)
     for theirs, mine in zip(

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from refiner_core.contract.config import MonitorConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, MonitorPause
-from refiner_core.data.prepared import write_prompts
 from refiner_core.training import monitor
 from refiner_core.training.monitor import Gold, choose_rows
 from tests.support.tiny_training import (
     LiveSampler,
     NoJudge,
     TrainRun,
+    low_or_high,
     prompts,
     save_data,
     save_tiny_model,
+    watched,
 )
 
-GOLD = json.dumps({"name": "gold", "judge": {"model": "lexical-loose-1"}})
 ROWS, STEPS = 48, 12
 
 
@@ -31,7 +29,6 @@ ROWS, STEPS = 48, 12
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("inputs")
     save_data(root / "data")
-    write_prompts(root / "data" / "rl_test.parquet", prompts(ROWS + 4, seed=3))
     save_tiny_model(root / "model")
     return root
 
@@ -40,12 +37,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def new(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs whose proxy is the share of low words, and whose gold is that of high ones."""
 
-    def shares(one: Gold, samples: Any) -> list[float | None]:
-        words = [sample.text.split() for sample in samples]
-        low = [sum(int(word[1:]) < 24 for word in text) / max(1, len(text)) for text in words]
-        return list(low) if one.name == "proxy" else [1 - value for value in low]
-
-    monkeypatch.setattr(monitor, "_shares", shares)
+    monkeypatch.setattr(monitor, "_shares", low_or_high)
 
     def made(name: str, **section: Any) -> TrainRun:
         run = TrainRun(inputs, tmp_path / name)
@@ -54,8 +46,7 @@ def new(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         run.config = replace(run.config, stages=("data", "grpo"), grpo=grpo)
         if section:
-            watch = MonitorConfig(**{"gold": (GOLD,), "rows": ROWS, **section})
-            run.config = replace(run.config, monitor=watch)
+            run.config = watched(run.config, **section)
             run.golds = [Gold("gold", run.config, NoJudge())]
         return run
 
@@ -81,7 +72,7 @@ def test_training_is_bitwise_the_same_with_it(new: Any, late: int) -> None:
     assert weights(watched) == weights(plain)
     assert steps(watched) == steps(plain)
     assert watched.io.rollouts() == plain.io.rollouts()
-    assert [look["step"] for look in report["monitor"]["looks"]] == [0, 2, 4, 5]
+    assert [step for step, _ in report["monitor"]["gold"]] == [0, 2, 4, 5]
     assert watched.column("monitor/gold")[0] is None
     assert 0 <= watched.column("monitor/gold")[1] <= 1
 
@@ -92,14 +83,15 @@ def test_a_falling_gold_stops_the_run_with_the_best_weights(new: Any) -> None:
     told = report["monitor"]
     assert 2 < told["stopped"] < STEPS
     assert len(run.io.metrics()) == told["stopped"], "no step after the stop"
-    best = max(told["looks"][1:], key=lambda look: look["gold_mean"])["step"]
+    best = max(told["gold"][1:], key=lambda look: look[1])[0]
     assert (report["steps"], told["best"]) == (best, best)
-    assert f"at step {told['stopped']}" in told["text"]
+    assert f"at step {told['stopped']}" in report["remark"]
     short = new("short")
     short(num_training_steps=best)
     assert weights(run) == weights(short)
 
 
+@pytest.mark.slow
 def test_an_interrupted_look_gives_the_same_series(new: Any) -> None:
     whole, cut = new("whole", every=2, rows=6), new("cut", every=2, rows=6)
     whole.sampler, cut.sampler = LiveSampler(), LiveSampler()
@@ -116,6 +108,7 @@ def test_an_interrupted_look_gives_the_same_series(new: Any) -> None:
     assert cut.outcome() == whole.outcome()
 
 
+@pytest.mark.slow
 def test_a_pause_happens_once_and_the_same_command_continues(new: Any) -> None:
     plain, run = new("plain"), new("pause", every=1, action="pause", keep=1.0)
     plain()

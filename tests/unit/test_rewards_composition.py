@@ -90,6 +90,40 @@ def test_totals_worked_out_by_hand(settings: tuple[float, bool, str, bool]) -> N
             assert total(strict, judge) == total(reward, judge)
 
 
+def test_penalties_worked_out_by_hand() -> None:
+    prices = PenaltiesConfig(**dict.fromkeys(PRICES, 1.0), long_span_words=2, length_words=4)
+    text = (
+        "pre <answer>Lead words here<snippet id=a>one two three four</snippet>"
+        "<snippet id=z>One two three four</snippet></answer>"
+    )
+    prompt = "<snippet id=a>one two three four</snippet><snippet id=b>x y</snippet>"
+    half = ScriptedJudge(lambda request: 0.5)
+    result = reward_of(rollout(text, prompt=prompt), half, penalties=prices)
+    measures = {n: v for n, v in result.components.items() if n.startswith("penalty_")}
+    assert measures == pytest.approx(
+        {
+            "penalty_copied": 8 / 11,  # words of the claims; the lead has three
+            "penalty_copied_sources": 4 / 6,
+            "penalty_uncited": 2 / 3,  # lead, and a source that does not exist
+            "penalty_outside": 4 / len(text),
+            "penalty_long_spans": 4 / 11,
+            "penalty_unsupported": 1.0,
+            "penalty_repeated": 1 / 3,
+            "penalty_length": 8 / 12,
+            "penalty_abstention": 0.0,
+        }
+    )
+    assert result.total == 0, "all prices together take no more than the score"
+    components = {"rubric": 0.6, "citation": 0.5, "no_rubrics": 0.0, "format_bonus": 1.0}
+    for price, total in ((0.1, 5.8 - 0.8), (0.5, 5.8 - 4.0), (1.0, 0.0)):
+        reward = RewardConfig(penalties=PenaltiesConfig(copied=price))
+        found = total_of_components({**components, "penalty_copied": 0.8}, reward, True)
+        assert found == pytest.approx(total)
+    priced = RewardConfig(penalties=PenaltiesConfig(copied=1.0))
+    low = {**components, "rubric": -0.6, "penalty_copied": 0.8}
+    assert total_of_components(low, priced, True) == total_of_components(low, RewardConfig(), True)
+
+
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [("weighted_mean", 2.2 / 3.5), ("signed_mean", 0.7 / 3.5), ("positive_sum", 0.7 / 2.0)],

@@ -37,6 +37,7 @@ from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS, higher_is_
 from refiner_core.evaluation.results import compare_results, load_results
 from refiner_core.report.charts import kept_indices
 from refiner_core.report.printing import finite
+from refiner_core.report.run.rendering import MONITOR
 from refiner_core.report.run.run_report import Row
 from refiner_core.report.sweep.comparing import SHOWN
 from refiner_core.rewards.combine import F1_SHARE, FORMAT_SHARE, reward_terms
@@ -241,7 +242,10 @@ def points_of(lines: Sequence[MetricsLine], *, foreign: bool = False) -> dict[st
     names = [metric for metric in shown if metric in logged]
     steps = sorted({step for metric in names for step in logged[metric]})
     return {
-        metric: _with_gaps(logged[metric], steps)
+        # A monitor has no numbers between its looks.
+        metric: _with_gaps(
+            logged[metric], sorted(logged[metric]) if metric.startswith(MONITOR) else steps
+        )
         for metric in names
         if any(value is not None for value in logged[metric].values())
     }

@@ -26,9 +26,7 @@ class MonitorConfig:
         (), doc="protocol files whose `reward` and `judge` score the same answers; the mean counts"
     )
     rows: int | None = added(
-        None,
-        ge=1,
-        doc="held-out prompts that no evaluation reads; default: 4 % more judged answers",
+        None, ge=1, doc="held-out prompts that no evaluation reads; default: 4 % more answers"
     )
     alpha: float = added(0.05, gt=0, lt=1, doc="largest probability of a false alarm in a run")
     keep: float = added(0.25, ge=0, le=1, doc="share of the proxy's rise that gold must keep")

@@ -22,7 +22,7 @@ def make_monitors(evidence: SweepEvidence) -> tuple[Row, ...]:
     found = {t.place: t.monitor for t in evidence.trials if t.monitor}
     if not found:
         return ()
-    steps = [{look["step"] for look in monitor["looks"]} for monitor in found.values()]
+    steps = [set(dict(monitor["gold"])) for monitor in found.values()]
     at = max(set.intersection(*steps), default=None)
     alike = len({(tuple(m["golds"]), m["rows"]) for m in found.values()}) == 1
     arms = dict.fromkeys(arm for arm, _ in found)
@@ -30,25 +30,26 @@ def make_monitors(evidence: SweepEvidence) -> tuple[Row, ...]:
 
 
 def _row(arm: str, monitors: Sequence[Mapping[str, Any]], at: int | None, alike: bool) -> Row:
-    ends = [monitor["looks"][-1] for monitor in monitors]
-    equal = [look for m in monitors for look in m["looks"] if look["step"] == at]
-    best = [look for m in monitors for look in m["looks"] if look["step"] == m["best"]]
+    known = monitors if alike else ()
     return {
         **{"arm": arm, "trials": len(monitors), "at": at},
         "stopped": [m["stopped"] for m in monitors if m["stopped"] is not None],
         "alarms": [m["alarm"] for m in monitors if m["alarm"] is not None],
-        **_means("equal", equal if alike else []),
-        **_means("end", ends if alike else []),
-        **_means("best", best if alike else []),
+        **_means("equal", [(m, at) for m in known]),
+        **_means("end", [(m, m["gold"][-1][0]) for m in known]),
+        **_means("best", [(m, m["best"]) for m in known]),
     }
 
 
-def _means(when: str, looks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Mean proxy and gold of some looks."""
-    names = ("proxy", "gold")
-    if not looks:
-        return {f"{name}_{when}": None for name in names}
-    return {f"{n}_{when}": sum(look[f"{n}_mean"] for look in looks) / len(looks) for n in names}
+def _means(
+    when: str, looks: Sequence[tuple[Mapping[str, Any], int | None]]
+) -> dict[str, float | None]:
+    """Mean proxy and gold of monitors, each at a step."""
+    found: dict[str, float | None] = {}
+    for name in ("proxy", "gold"):
+        values = [dict(m[name])[step] for m, step in looks if step in dict(m[name])]
+        found[f"{name}_{when}"] = sum(values) / len(values) if values else None
+    return found
 
 
 def monitor_cells(row: Row) -> tuple[str, ...]:
