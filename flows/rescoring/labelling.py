@@ -33,10 +33,10 @@ from infra.store.sweep_records import read_sweep, sweep_versions, trial_run
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.files import json_lines
 from refiner_core.contract.fingerprint import derive_seed, digest
 from refiner_core.contract.kinds import model_order
 from refiner_core.contract.protocols import protocol_name
-from refiner_core.contract.raw_rows import json_lines
 from refiner_core.contract.records import RunRecord
 from refiner_core.contract.types import Judgement, JudgeRequest
 from refiner_core.evaluation.metric_names import BY_PEOPLE
