@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.doctor.check import ask
+from infra.slurm.nodes import count_gpus
 from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
@@ -17,7 +18,6 @@ from refiner_core.data.rows import check_first_rows
 from refiner_core.data.sources import SYNTHETIC, Which, resolve_source
 
 _TIMEOUT_S = 10
-_GPUS = re.compile(r"\bgpu:(?:[A-Za-z][\w.-]*:)?(\d+)")
 NONE = "none"
 TINY, DESK, TAU2 = "tiny", "desk", "tau2"
 TAU2_ROWS = "Jarrodbarnes/tau2-sft-seed-v3@main"
@@ -196,8 +196,8 @@ def survey() -> tuple[dict[str, int], list[str]]:
     for line in _said("sinfo", "-h", "-o", "%P|%G").split():
         name, _, offered = line.partition("|")
         default = name.removesuffix("*") if name.endswith("*") else default
-        name, match = name.removesuffix("*"), _GPUS.search(offered)
-        found[name] = max(found.get(name, 0), int(match[1]) if match else 0)
+        name = name.removesuffix("*")
+        found[name] = max(found.get(name, 0), count_gpus(offered))
     best = sorted(found, key=lambda name: (not found[name], name != default))
     user = os.environ.get("USER", "")
     command = ("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account")

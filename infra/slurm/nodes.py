@@ -32,10 +32,11 @@ def gpus_of_nodes(profile: Profile) -> tuple[int, ...] | None:
     if not place.partition:
         rows = [row for row in rows if row[0].endswith("*")] or rows
     nodes = {node: offered for _, node, offered in rows if node not in place.exclude}
-    found = (_count(offered, profile.gpu_type) for offered in nodes.values())
+    found = (count_gpus(offered, profile.gpu_type) for offered in nodes.values())
     return tuple(count for count in found if count)
 
 
-def _count(offered: str, kind: str | None) -> int:
+def count_gpus(offered: str, kind: str | None = None) -> int:
+    """GPUs of a node, all or of one type, from the words of `sinfo`: ``gpu:h100:8(S:0-1)``."""
     parts = _GPUS.finditer(offered)
     return sum(int(p["count"]) for p in parts if kind is None or p["type"] == kind)
