@@ -1,8 +1,10 @@
-"""Note on judges that reason before they answer: a score takes a few tokens, their reasoning
-thousands, so that every judgement would end by length.
+"""Notes on judges and rewards before a run: judges that reason before they answer (a score takes a
+few tokens, their reasoning thousands, so that every judgement would end by length), and attacks on
+the reward that pay.
 
-In: a recipe's configuration. Out: notes for people. The judge's chat template decides, where the
-model is a folder or in the Hub client's cache; else the model's name. Imports no torch.
+In: a recipe's configuration. Out: notes for people. Whether a judge reasons is decided by its chat
+template, where the model is a folder or in the Hub client's cache; else by the model's name.
+Attacks are those that the workspace keeps. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,10 +12,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from flows.checking.models import ModelFiles, model_files
+from infra.store import atomic
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
+from refiner_core.contract.fingerprint import digest, identity_values
 from refiner_core.contract.protocols import all_under
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.types import WITHOUT_REASONING
@@ -106,3 +112,28 @@ def _prompt(template: str, arguments: Mapping[str, Any]) -> str | None:
         return rendering.from_string(template).render(values)
     except (jinja2.TemplateError, TypeError, ValueError):
         return None
+
+
+# ---------------------------------------------------------------- attacks on the reward
+
+
+def attacks_file(config: RecipeConfig) -> Path:
+    """File of the attacks on a recipe's reward, as its judge scores it."""
+    name = digest(identity_values(config, ("reward", "judge")))[:12]
+    return Workspace.read_only(config.workspace).layout.attacks / f"{name}.json"
+
+
+def attack_notes(config: RecipeConfig) -> list[str]:
+    """A note on attacks that pay; none if the reward was not attacked, or none of them pays."""
+    if config.environment.name or not {"grpo", "sample"} & {*config.stages}:
+        return []
+    found = atomic.read_json(attacks_file(config))
+    paid = [one["name"] for one in found["attacks"] if one["pays"]] if found else []
+    if not found or not paid:
+        return []
+    rows = found["honest"]["n"]
+    return [
+        f"{len(paid)} of {len(found['attacks'])} attacks on this reward pay ({', '.join(paid)}; "
+        f"{rows} rows): training may find them. The fields reward.penalties.* set prices, and "
+        "refiner reward attack shows what they close."
+    ]

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from flows.checking.attacks import attack_notes
-from flows.checking.judges import judge_notes
+from flows.checking.judges import attack_notes, judge_notes
 from flows.checking.models import layer_notes, model_files, position_notes
 from infra.disk.forecast import ModelSize, model_size
 from infra.disk.manager import gib

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.checking.attacks import attack_notes
+from flows.checking.judges import attack_notes
 from flows.reporting.run.results import (
     change_rows,
     evaluation_examples,
