@@ -376,6 +376,7 @@ def _lines(used: Sequence[UsageRow], found: dict[str, Any]) -> Iterator[str]:
 def _kept(report: dict[str, Any]) -> Iterator[str]:
     """Judgements, publications, and checkpoints held for stages."""
     from infra.disk.manager import gib
+    from infra.store.checkpoints import MONITOR_HOLD
 
     if (store := report["judgements"])["files"]:
         yield f"\n  {store['judgements']:,} judgements are stored ({gib(store['bytes'])})"
@@ -386,7 +387,8 @@ def _kept(report: dict[str, Any]) -> Iterator[str]:
         yield f"  published: {one['stage_id']} to {one['target']}{commit}; {here}"
     for hold in report["holds"]:
         kept = f"step {hold['step']} of {hold['stage_id']} ({gib(hold['bytes'])})"
-        why = f"idle, {hold['idle']}: --reclaim releases it" if hold["idle"] else "still to come"
+        due = "the best by gold" if hold["waiting"] == MONITOR_HOLD else "still to come"
+        why = f"idle, {hold['idle']}: --reclaim releases it" if hold["idle"] else due
         yield f"  held: {kept} for {hold['waiting']}: {why}"
 
 

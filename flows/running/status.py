@@ -493,8 +493,8 @@ class RunWatcher:
             state = "failed" if outcome.decision == "stop" else "interrupted"
             if state == "interrupted" and not budget_left(record.attempts, self._retries):
                 state = CLASSES[outcome.failure].exhausted
-            if outcome.failure == "cancelled":
-                state = "cancelled"
+            own = {"cancelled": "cancelled", "monitor_pause": "paused"}
+            state = own.get(outcome.failure, state)
             return state, first_line(outcome.message)
         if seen.running and seen.liveness != "unknown" and last.has_room is False:
             return "paused", NO_ROOM if seen.liveness == "live" else _ENDED_FULL

@@ -5,6 +5,6 @@ execution), ``sections`` and ``config`` (parts of a recipe, and the whole), ``re
 ``loading`` -> ``checks`` (from YAML to a valid configuration; ``fields`` and ``field_facts`` beside
 it), ``fingerprint``, ``kinds``, ``planned`` -> ``plan_builder`` -> ``plan`` (stages as values, with
 publications), ``protocols``, ``placement`` and ``services`` (measurement, GPUs, judges' servers),
-``records`` and ``proofs`` (stored values), ``types`` (values and protocols between packages),
-``files``, ``raw_rows``, ``errors``.
+``monitoring`` (gold beside the training reward), ``records`` and ``proofs`` (stored values),
+``types`` (values and protocols between packages), ``files``, ``raw_rows``, ``errors``.
 """

@@ -230,6 +230,7 @@ def _notes(path: str) -> tuple[str, ...]:
         f"only where {checks} is `skip`: nothing else changes what is trained": section.endswith(
             ".health"
         ),
+        "only with monitor.action=stop: nothing else changes what is trained": section == "monitor",
         "in an evaluation only if it is of episodes, with environment.name": of_episodes,
         "only where environment.name is set": of_agents
         and not of_episodes

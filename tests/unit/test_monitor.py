@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from flows.durations import monitor_cost
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.errors import ConfigurationError, Interrupted, MonitorPause
+from refiner_core.contract.loading import load_recipe
 from refiner_core.training import monitor
 from refiner_core.training.monitor import Gold, choose_rows
 from tests.support.tiny_training import (
@@ -137,3 +140,35 @@ def test_monitored_prompts_are_held_out_and_not_evaluated(new: Any) -> None:
     assert rows == choose_rows(replace(config, seed=99), held_out), "the same in all arms"
     with pytest.raises(ConfigurationError, match=r"evaluate.max_prompts=4"):
         choose_rows(replace(config, evaluate=replace(evaluated, max_prompts=5)), held_out)
+
+
+ON = ("monitor.every=5", "evaluate.max_prompts=20")
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (ON, r"monitor.gold. is \[\].*held-out-judge-v1"),
+        ((*ON, "monitor.gold=[held-out-greedy-v1]"), "unlike the recipe's own"),
+        ((*ON, "monitor.gold=[labels.jsonl]"), "Labels belong to the answers"),
+        (("monitor.every=5", "monitor.gold=[gold-rubrics-v1]"), "evaluate.max_prompts=N"),
+        (
+            (*ON, "monitor.gold=[gold-rubrics-v1]", "monitor.action=stop", "publish.which=best"),
+            "publish.which=final",
+        ),
+    ],
+)
+def test_a_monitor_that_says_nothing_is_refused(words: tuple[str, ...], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        check_config(load_recipe("tiny", words))
+
+
+def test_by_default_it_adds_less_than_a_twentieth_to_the_judge_calls() -> None:
+    for gold in ("gold-overall-v1", "held-out-judge-v1"):
+        for every in (5, 10, 50):
+            words = (f"monitor.every={every}", f"monitor.gold=[{gold}]", "evaluate.protocols=[]")
+            config = load_recipe("refiner-gpt54", words)
+            cost = monitor_cost(config)
+            assert cost is not None
+            assert cost.share is not None
+            assert 0 < cost.share <= 0.05

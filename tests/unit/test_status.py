@@ -60,6 +60,14 @@ def test_a_failed_attempt_is_shown_with_its_reason(workspace: Workspace, run: Ru
     assert "EDQUOT (errno 122) while saving step 7 on n3" in found.incidents[0].line
 
 
+def test_a_pause_by_the_monitor_is_no_failure(workspace: Workspace, run: RunRecord) -> None:
+    planned = claim(workspace, small_plan(), "sft")
+    outcome = AttemptOutcome("monitor_pause", "stop", "GRPO is paused after step 10", 6, 10)
+    workspace.close_attempt(planned.id, 1, outcome, 10.0)
+    row = stage(look(workspace, run), "sft")
+    assert (row.state, row.reason) == ("paused", "GRPO is paused after step 10")
+
+
 def test_a_waiting_stage_has_the_orchestrators_reason(workspace: Workspace, run: RunRecord) -> None:
     event = {"event": "stage", "stage": "sft", "state": "paused", "message": "waits for room"}
     event["at"] = "2026-11-21T03:12:00+00:00"
