@@ -38,6 +38,8 @@ DORMANT: tuple[tuple[str, ...], ...] = (
      "reward.paper_citation_weight", "reward.combination"),
     ("reward.paper_citation_weight", r"0(\.0)?$", "reward.combination"),
     ("reward.non_stop_penalty", "False", "reward.non_stop_penalty_value"),
+    ("reward.penalties.long_spans", r"0(\.0)?$", "reward.penalties.long_span_words"),
+    ("reward.penalties.length", r"0(\.0)?$", "reward.penalties.length_words"),
     ("sft.optimizer", "(?!muon$)", "sft.muon_learning_rate"),
     ("rft.optimizer", "(?!muon$)", "rft.muon_learning_rate"),
     ("judge.kind", "lexical", "judge.prompt", "judge.revision", "judge.temperature",

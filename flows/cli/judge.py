@@ -260,7 +260,7 @@ def attack_command(
 
     Rows are answered honestly, at random and by each attack, and scored by RECIPE's own judge and
     reward. An attack pays if it earns more than the honest answer, beyond the 95 % interval of the
-    paired difference.
+    paired difference. For an agent, held-out tasks are tried instead.
     """
     from flows.attacking import attack_lines, attack_reward
 

@@ -34,7 +34,6 @@ from refiner_core.contract.sections.judging import JudgeConfig as JudgeConfig
 from refiner_core.contract.sections.judging import PenaltiesConfig as PenaltiesConfig
 from refiner_core.contract.sections.judging import RewardConfig as RewardConfig
 from refiner_core.contract.sections.judging import ServeConfig as ServeConfig
-from refiner_core.contract.sections.monitor import MonitorConfig as MonitorConfig
 from refiner_core.contract.sections.publish import PublishConfig as PublishConfig
 from refiner_core.contract.sections.steering import DiskConfig as DiskConfig
 from refiner_core.contract.sections.steering import DispatchConfig as DispatchConfig
@@ -45,6 +44,7 @@ from refiner_core.contract.sections.steering import TrackingConfig as TrackingCo
 from refiner_core.contract.sections.training import CurriculumConfig as CurriculumConfig
 from refiner_core.contract.sections.training import GrpoConfig as GrpoConfig
 from refiner_core.contract.sections.training import HealthConfig as HealthConfig
+from refiner_core.contract.sections.training import MonitorConfig as MonitorConfig
 from refiner_core.contract.sections.training import RolloutServerConfig as RolloutServerConfig
 from refiner_core.contract.sections.training import SampleConfig as SampleConfig
 from refiner_core.contract.sections.training import SftConfig as SftConfig

@@ -19,7 +19,7 @@ from refiner_core.contract.protocols import (
     protocol_fingerprint,
     protocols_of,
 )
-from refiner_core.contract.sections.monitor import SHARE
+from refiner_core.contract.sections.training import SHARE
 from refiner_core.contract.services import serves
 
 #: Rows below which only a large fall is found; see :mod:`refiner_core.rewards.sequential`.

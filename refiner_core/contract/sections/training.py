@@ -1,4 +1,4 @@
-"""Sections of the stages that sample and train: `sft`, `rft`, `sample`, `grpo`.
+"""Sections of the stages that sample and train: `sft`, `rft`, `sample`, `grpo`; and `monitor`.
 
 Names are those of the reference trainer (open-instruct's GRPO) where it has one, and of torchrun
 and DeepSpeed for their settings.
@@ -16,6 +16,9 @@ from refiner_core.contract.sections.steering import Resources
 #: Reaction to a finding: a line in the log and the metrics; the update is skipped; the stage
 #: ends, and can be resumed from the checkpoint before the step.
 HealthPolicy = Annotated[Literal["off", "warn", "skip", "stop"], OFF]
+#: Share of the judged answers that the monitor adds by default: less than 5 % of the calls, if gold
+#: asks up to half more questions than the training reward.
+SHARE = 0.04
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -318,3 +321,25 @@ class GrpoConfig:
     )
     health: HealthConfig = section(HealthConfig, doc="checks of every step, and their reaction")
     resources: Resources = section(Resources, doc="resources of the GRPO job")
+
+
+@dataclass(frozen=True, config=STRICT)
+class MonitorConfig:
+    """Gold reward on fixed prompts during GRPO, and a sequential test against the training reward.
+
+    Training is the same with and without it, unless it stops the run: with `action: stop` its
+    fields are part of the stage's identity, otherwise none is.
+    """
+
+    every: int = added(0, ge=0, doc="steps between two looks; 0 is off")
+    gold: tuple[str, ...] = added(
+        (), doc="protocol files whose `reward` and `judge` score the same answers; the mean counts"
+    )
+    rows: int | None = added(
+        None, ge=1, doc="held-out prompts that no evaluation reads; default: 4 % more answers"
+    )
+    alpha: float = added(0.05, gt=0, lt=1, doc="largest probability of a false alarm in a run")
+    keep: float = added(0.25, ge=0, le=1, doc="share of the proxy's rise that gold must keep")
+    action: Literal["warn", "pause", "stop"] = added(
+        "warn", doc="on an alarm: warn; pause until the same command; stop with gold's best weights"
+    )
