@@ -19,7 +19,7 @@ from refiner_core.contract.protocols import (
     protocol_fingerprint,
     protocols_of,
 )
-from refiner_core.contract.sections.training import SHARE
+from refiner_core.contract.sections.training import MONITOR_SHARE
 from refiner_core.contract.services import serves
 
 #: Rows below which only a large fall is found; see :mod:`refiner_core.rewards.sequential`.
@@ -47,7 +47,7 @@ def monitored_rows(config: RecipeConfig) -> int:
     judged = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
     judged *= grpo.num_training_steps
     added = len(monitored_steps(config)) * (1 + len(config.monitor.gold))
-    return max(1, int(SHARE * judged / added))
+    return max(1, int(MONITOR_SHARE * judged / added))
 
 
 def evaluated_prompts(config: RecipeConfig) -> int | None:

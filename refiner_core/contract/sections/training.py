@@ -18,7 +18,7 @@ from refiner_core.contract.sections.steering import Resources
 HealthPolicy = Annotated[Literal["off", "warn", "skip", "stop"], OFF]
 #: Share of the judged answers that the monitor adds by default: less than 5 % of the calls, if gold
 #: asks up to half more questions than the training reward.
-SHARE = 0.04
+MONITOR_SHARE = 0.04
 
 
 @dataclass(frozen=True, config=STRICT)
