@@ -160,7 +160,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workspace", type=Path, default=Path("runs/laboratory"))
     parser.add_argument("overrides", nargs="*", help="key=value, for other settings")
     args = parser.parse_args()
-    few = ["citations"] if args.small else ["length", "citations", "first"]
+    few = ["citations"] if args.small else ["length", "citations", "keyword"]
     args.biases = args.biases or few
     if args.small:
         args.seeds, args.honest = 2, args.honest or 3
