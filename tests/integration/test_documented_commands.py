@@ -86,6 +86,7 @@ TRIALS = (
     Trial("refiner judge stop .*", words=(("[SERVICE] workspace=DIR", "workspace=runs"),)),
     Trial("refiner (rubrics report|reward label).*", by="integration/test_labels.py"),
     Trial("refiner rescore RUN1 RUN2 .*", words=(("RUN1 RUN2", "{first} {second}"),)),
+    Trial("refiner rescore RUN .*", words=(("RUN", "{first}"),)),
     Trial("refiner (report|diff|status|cancel) citation-weight-tiny.*", where="swept"),
     Trial(r"python -m tests.support.slurm_cluster .*", words=_SLURM, where="checkout", slurm=True),
     Trial("export SLURM.*", words=_SLURM),
