@@ -212,6 +212,18 @@ def large_report(trials: int = 1000) -> SweepReport:
     return _Made(arms=arms, seeds=(1, 2, 3, 4, 5)).report()
 
 
+def monitor_of(arm: str, stopped: int | None) -> dict[str, Any]:
+    """An arm's row of monitors: three trials that were looked at to step 20 at least."""
+    steps = [] if stopped is None else [stopped]
+    shares = {"equal": (0.62, 0.58), "end": (0.71, 0.49), "best": (0.62, 0.58)}
+    means = {
+        f"{n}_{w}": v
+        for w, pair in shares.items()
+        for n, v in zip(("proxy", "gold"), pair, strict=True)
+    }
+    return {"arm": arm, "trials": 3, "at": 20, "stopped": steps, "alarms": steps, **means}
+
+
 class _Made:
     """One made-up sweep."""
 
@@ -250,6 +262,9 @@ class _Made:
             curves=self.curves(),
             matrix=self.matrix(),
             rubrics=self.rubrics(),
+            monitors=tuple(
+                monitor_of(arm, 30 if arm == self.arms[-1] else None) for arm in self.arms
+            ),
             flips=self.flips(),
             side_by_side=self.side_by_side(),
             incidents=self.incidents(),
