@@ -21,6 +21,7 @@ depends on a clock or on earlier runs.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -65,6 +66,8 @@ from refiner_core.training.updates import GrpoUpdate
 
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment
+
+log = logging.getLogger(__name__)
 
 TRAIN_FILE, TEST_FILE = "rl_train.parquet", "rl_test.parquet"
 #: Metrics whose curves the report keeps.
@@ -397,8 +400,11 @@ class _GrpoRun:
                 metrics.update(monitor.look(step))
                 self.io.keep_checkpoints(monitor.kept)
                 self.checkpoints.also = monitor.state["best"]
-        except (JudgeOutage, Interrupted):
+        except (JudgeOutage, Interrupted) as error:
             self._log(step, metrics)
+            if isinstance(error, JudgeOutage) and self.config.monitor.action == "warn":
+                log.warning("the monitor does not look at step %d: %s", step, error)
+                return
             self.checkpoints.save(step, self.progress, attachments)
             raise
         self._log(step, metrics)

@@ -137,6 +137,8 @@ class GoldMonitor:
     def report(self) -> dict[str, Any]:
         """Entries of the stage's report; ``steps`` are those of the weights."""
         state = self.state
+        if not self.looks:
+            return {"remark": "its monitor has not looked once, for want of judgements"}
         told = {name: state[name] for name in ("alarm", "best", "calls")}
         told |= {"action": self.config.monitor.action, "alpha": self.config.monitor.alpha}
         told |= {"rows": len(self.rows), "golds": list(gold_protocols(self.config))}
@@ -162,7 +164,7 @@ class GoldMonitor:
         Raises
         ------
         JudgeOutage, Interrupted
-            As for a step's rollouts; the look is repeated.
+            As for a step's rollouts; the look is repeated, or skipped if the action is `warn`.
         """
         clock = StepTimer()
         wanted = [

@@ -10,7 +10,12 @@ import pytest
 
 from flows.durations import monitor_cost
 from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.errors import ConfigurationError, Interrupted, MonitorPause
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    Interrupted,
+    JudgeOutage,
+    MonitorPause,
+)
 from refiner_core.contract.loading import load_recipe
 from refiner_core.training import monitor
 from refiner_core.training.monitor import Gold, choose_rows
@@ -109,6 +114,30 @@ def test_an_interrupted_look_gives_the_same_series(new: Any) -> None:
     cut.io.stop_at = None
     assert cut(num_training_steps=6, save_freq=1) == expected
     assert cut.outcome() == whole.outcome()
+
+
+def test_a_gold_judge_that_is_gone_costs_looks_and_no_training(
+    new: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, run, gone, stops = new("plain"), new("some"), new("none"), new("stops")
+    for one, action in ((run, "warn"), (gone, "warn"), (stops, "stop")):
+        one.config = watched(one.config, every=2, action=action)
+        one.golds = [Gold("gold", one.config, NoJudge())]
+    plain(num_training_steps=4)
+    answers = iter([False, True, True])  # at step 0, 2 and 4
+
+    def shares(one: Gold, samples: Any) -> Any:
+        if one.name == "gold" and not next(answers, False):
+            raise JudgeOutage("Gold is gone", expected="an answer", fix="start it")
+        return low_or_high(one, samples)
+
+    monkeypatch.setattr(monitor, "_shares", shares)
+    report = run(num_training_steps=4)
+    assert [step for step, _ in report["monitor"]["gold"]] == [2, 4]
+    assert weights(run) == weights(plain)
+    assert "not looked once" in gone(num_training_steps=4)["remark"]
+    with pytest.raises(JudgeOutage):
+        stops(num_training_steps=4)
 
 
 @pytest.mark.slow
