@@ -304,7 +304,11 @@ def _prompts(place: Path, key: str, path: Path) -> dict[str, Any]:
                 shown = ((r["question"], clip(r["prompt_text"], MOST_OF_PROMPT)) for r in rows)
                 _write_part(place, f"{key}-{next(number)}", [*map(_line, shown)])
     except pa.ArrowInvalid as error:
-        raise DataError(f"{path} has no prompts: {error}") from error
+        raise DataError(
+            f"{path} has no prompts: {error}",
+            expected="a Parquet file as the data stage writes it",
+            fix="remove the data stage and run the recipe again",
+        ) from error
     index = {"ids": ids, "questions": questions, "part": _PROMPTS}
     return {"key": key, "parts": next(number), "index": _packed(_line(index))}
 
