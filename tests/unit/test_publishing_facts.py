@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flows.checking.own_data import example_rows
 from flows.checking.sources import resolve_sources
 from flows.cli.main import main
 from flows.publishing import facts_of_stage
@@ -242,7 +243,7 @@ def test_the_card_links_an_online_tracker(tmp_path: Path) -> None:
 def test_a_local_file_is_named_without_its_folder_and_with_its_hash(tmp_path: Path) -> None:
     rows = tmp_path / "private" / "rows.jsonl"
     rows.parent.mkdir()
-    rows.write_text('{"question": "?"}\n')
+    rows.write_text(json.dumps(example_rows("rl", 1)[0]) + "\n")
     run = finished_run(tmp_path / "runs", f"data.rl_path={rows}")
     digest = hashlib.sha256(rows.read_bytes()).hexdigest()
     rows.unlink()

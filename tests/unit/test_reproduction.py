@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flows.cards.reproduction import CheckpointOrigin, differing, planned, reproduce
+from flows.checking.own_data import example_rows
 from flows.running.calls import make_recipe_plan
 from refiner_core.cards.public import public_command
 from refiner_core.contract.errors import StageFailed
@@ -122,7 +123,7 @@ def test_any_overrides_come_back_as_a_command(keys: dict[str, Any], data: st.Dat
 def rows_file(folder: Path) -> Path:
     path = folder / "private" / "my rows.jsonl"
     path.parent.mkdir(parents=True)
-    path.write_text('{"question": "?"}\n')
+    path.write_text(json.dumps(example_rows("rl", 1)[0]) + "\n")
     return path
 
 
