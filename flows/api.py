@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     )
     from flows.doctor import examine
     from flows.evaluations import evaluations_of
+    from flows.former import KnownRun, list_runs
     from flows.frames import (
         comparisons_frame,
         describe_columns,

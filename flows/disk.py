@@ -5,6 +5,7 @@ In: a workspace or plans. Out: JSON-ready values, and forecasts. Imports nothing
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,13 @@ def disk_report(
     runs = {run.run: tuple(run.stages.values()) for run in ws.runs()}
     caches = find_caches([*disk_manager.config.watch_caches, *COMPILE_CACHES])
     rows = by_run_and_kind([*stock.items, *caches], runs)
+    users = Counter(stage_id for stages in runs.values() for stage_id in {*stages})
+    shared = sum(item.size.bytes for item in stock.items if users[item.stage_id] > 1)
+    owner = {i: run for run, stages in runs.items() for i in stages if users[i] == 1}
+    unique: dict[str, int] = dict.fromkeys(runs, 0)
+    for item in stock.items:
+        if item.stage_id in owner:
+            unique[owner[item.stage_id]] += item.size.bytes
     left, reserved = disk_manager.room(fresh=True), disk_manager.ledger.others()
     value = {
         **{"version": 1, "workspace": str(ws.root), "data": str(ws.layout.data)},
@@ -102,7 +110,9 @@ def disk_report(
         "total": {
             "bytes": sum(item.size.bytes for item in stock.items),
             "inodes": sum(item.size.inodes for item in stock.items),
+            "shared_bytes": shared,
         },
+        "unique": unique,
         "judgements": summarise(ws.layout.judgements),
         "published": _published(ws, stock),
         "holds": [hold_json(h, stock) for h in stock.holds],

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 _MARKS = {"ok": "ok", "missing": "--", "warning": "WARN", "broken": "BROKEN"}
 _FINDING_COLOURS = {"ok": "green", "missing": "bright_black", "warning": "yellow", "broken": "red"}
+#: Runs in a list of the largest.
+_LARGEST = 5
 _BROKEN = 8  # as for every command that finds this machine lacking
 
 
@@ -339,7 +341,10 @@ def _lines(used: Sequence[UsageRow], found: dict[str, Any]) -> Iterator[str]:
     yield f"{found['data']}: {found['status']}"
     yield f"  {size(room['free_bytes'])} free, by {room['source']}{more}"
     total = found["total"]
-    yield f"  {size(total['bytes'])} in this workspace, {total['inodes']:,} files"
+    yield (
+        f"  {size(total['bytes'])} in this workspace, {total['inodes']:,} files; of it "
+        f"{size(total['shared_bytes'])} in stages that several runs share"
+    )
     for one in found["reservations"]:
         yield f"  {size(one['bytes'])} reserved by {one['stage_id']}, attempt {one['attempt']}"
     if found["pins"]:
@@ -352,6 +357,10 @@ def _lines(used: Sequence[UsageRow], found: dict[str, Any]) -> Iterator[str]:
         if row.run not in runs[_SHOWN:]
     ]
     yield from table_lines(rows or [("", "nothing yet", "", "")], ("run", "kind", "size", "files"))
+    largest = sorted(found["unique"].items(), key=lambda pair: -pair[1])[:_LARGEST]
+    if len(largest) > 1 and largest[0][1]:
+        yield "\nRuns that would free the most (refiner rm RUN):"
+        yield from (f"  {size(alone)}  {run}" for run, alone in largest if alone)
     if len(runs) > _SHOWN:
         yield f"({len(runs) - _SHOWN} older runs: --json)"
     yield from _kept(found)

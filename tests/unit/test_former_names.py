@@ -56,6 +56,17 @@ def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == table
 
 
+def test_the_list_of_runs_from_python(tmp_path: Path) -> None:
+    write_runs(tmp_path, 2)
+    with pytest.warns(DeprecationWarning, match="list_runs is list_rows now"):
+        found = api.list_runs(tmp_path)
+    now = api.list_rows(tmp_path, every=True)
+    assert [run.run for run in found] == [row.run for row in reversed(now)], "oldest first"
+    first = found[0]
+    assert (first.recipe, first.finished, first.done, first.stages) == ("tiny", True, 3, 3)
+    assert first.state == "finished"
+
+
 def test_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["disk", f"workspace={tmp_path}", "--caches", "--json"]) == 0
     shown = capsys.readouterr()

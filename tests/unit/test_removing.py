@@ -13,6 +13,7 @@ import pytest
 
 from flows import api
 from flows.cli.main import main
+from flows.disk import disk_report
 from flows.runs.run_table import list_rows
 from infra.disk import removal
 from infra.host.processes import ProcessId
@@ -187,3 +188,12 @@ def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rm", first, "--yes", where]) == 0
     assert "Removed 1 runs and 2 stages." in capsys.readouterr().out
     assert main(["prune", "--older-than", "30d", "--dry-run", where]) == 0
+
+
+def test_disk_says_what_runs_share_and_what_each_alone_takes(tmp_path: Path) -> None:
+    write_runs(tmp_path, 2)
+    found = disk_report(tmp_path)
+    assert len(found["unique"]) == 2
+    assert all(size > 0 for size in found["unique"].values())
+    alone = sum(found["unique"].values())
+    assert 0 < found["total"]["shared_bytes"] <= found["total"]["bytes"] - alone
