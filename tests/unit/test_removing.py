@@ -192,7 +192,7 @@ def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_disk_says_what_runs_share_and_what_each_alone_takes(tmp_path: Path) -> None:
     write_runs(tmp_path, 2)
-    found = disk_report(tmp_path)
+    _, found = disk_report(tmp_path)
     assert len(found["unique"]) == 2
     assert all(size > 0 for size in found["unique"].values())
     alone = sum(found["unique"].values())
