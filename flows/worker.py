@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import set_up_logging
 from infra.disk.caches import use_node_caches
+from infra.host.processes import collect_rarely
 from infra.jobs.signals import AttemptClosed, attempt_to_run, job_of
 from infra.store.provenance import refuse_other_code
 from infra.store.workspace import Workspace
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("attempt", type=int)
     args = parser.parse_args(argv)
     use_node_caches()
+    collect_rarely()
     try:
         workspace = Workspace.open(args.workspace)
         job = job_of(workspace, args.stage_id, args.attempt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,11 @@ import pytest
 
 from infra.store.workspace import Workspace
 from tests.support.git_hub import LoopbackHub
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported out of garbage collections from now on."""
+    gc.freeze()
 
 
 @pytest.fixture

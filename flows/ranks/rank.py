@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from flows.ranks.training import train
 from flows.stages.work import StageWork, judged_as_planned
+from infra.host.processes import collect_rarely
 from infra.process.watchdog import die_with_parent
 from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.beats import start_beats
@@ -33,6 +34,7 @@ from refiner_core.contract.types import Progress
 def run_rank(act: Callable[[int], None]) -> NoReturn:
     """Run the work of one rank, and end this process."""
     die_with_parent()
+    collect_rarely()
     ignore_stop_signals()
     rank = int(os.environ["RANK"])
     start_beats(rank)
