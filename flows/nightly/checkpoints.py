@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flows.checking.sources import model_digest
 from flows.running.calls import check_supported, make_recipe_plan
 from flows.running.status import find_run, has_started, newest_runs
+from flows.stored import monitor_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -117,9 +118,9 @@ def _newest(checkpoint: Checkpoint, workspace: Workspace) -> ResolvedWeights:
         output = workspace.output_dir(stage_id)
         if output is not None and (output / "model").is_dir():
             found = _of_stage(checkpoint, workspace, stage_id)
-            return ResolvedWeights(
-                checkpoint, found.ref, "", found.digest, f"{stage_id} of {run.run}"
-            )
+            stopped = monitor_of(workspace, run.stages).get("stopped")
+            by = "" if stopped is None else f", stopped by its monitor at step {stopped}"
+            return replace(found, what=f"{stage_id} of {run.run}{by}")
     raise CheckpointNotReady(
         f"Nothing of {what} {name} is finished in {workspace.root} yet.",
         expected="a training stage that has ended, or an exported checkpoint",

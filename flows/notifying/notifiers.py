@@ -156,11 +156,12 @@ def what(cause: str) -> str:
 def finished(
     topic: Topic, views: Mapping[str, StageView], numbers: Sequence[Mapping[str, Any]]
 ) -> Message:
-    """Every stage is done: metrics before and after, and paths of the models."""
+    """Every stage is done: remarks on stages, metrics before and after, paths of the models."""
     done = [view for view in views.values() if view.state == "done"]
     text = f"{counted(len(done), 'stage')} done, {rough(sum(v.seconds for v in done))} of work."
     targets = (v.report["target"] for v in done if v.kind == "publish" and "target" in v.report)
-    lines = [text, *number_lines(numbers), *(f"published: {t}" for t in dict.fromkeys(targets))]
+    lines = [text, *(f"{view.name}: {view.message}" for view in done if view.message)]
+    lines += [*number_lines(numbers), *(f"published: {t}" for t in dict.fromkeys(targets))]
     return topic.message("finished", "has finished", "\n".join(lines), "report")
 
 

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from flows.nightly.checkpoints import resolve
+from infra.store.workspace import Workspace
+from refiner_core.nightly.definition import Checkpoint, CheckpointSource
 from tests.support.command import Finished, Stage, refiner
 from tests.support.judge_server import JudgeServer, digest_of, score
 
@@ -59,6 +62,7 @@ def stopped(
         *("grpo.num_training_steps=12", "grpo.save_freq=100", "grpo.learning_rate=6e-4"),
         *(f"monitor.gold=[{root / 'gold.yaml'}]", "monitor.every=2", f"monitor.rows={ROWS}"),
         *("monitor.action=stop", "monitor.keep=0.9", "monitor.alpha=0.5"),
+        f"notify.command='cat >> {root / 'messages.jsonl'}'",
     )
     return root / "runs", done
 
@@ -74,6 +78,14 @@ def test_the_stop_is_a_result_and_later_stages_proceed(stopped: tuple[Path, Fini
     assert report["steps"] == told["best"]
     assert "stopped by its monitor at step" in done.stderr
     assert list(workspace.glob("stages/*/holds/*")) == []
+
+
+def test_the_message_of_the_end_and_a_night_say_so(stopped: tuple[Path, Finished]) -> None:
+    workspace, _ = stopped
+    (end,) = map(json.loads, (workspace.parent / "messages.jsonl").read_text().splitlines())
+    assert (end["kind"], "grpo: stopped by its monitor" in end["text"]) == ("finished", True)
+    newest = Checkpoint("newest", CheckpointSource("newest", "recipe tiny"))
+    assert "stopped by its monitor at step" in resolve(newest, Workspace.read_only(workspace)).what
 
 
 def test_status_report_and_card_say_so(stopped: tuple[Path, Finished]) -> None:
