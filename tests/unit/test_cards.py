@@ -243,18 +243,6 @@ def test_a_resume_on_other_processes_is_noted() -> None:
     assert "processes" not in notes(replace(facts, reports={**facts.reports, "grpo": same}))
 
 
-def test_a_moving_revision_is_noted() -> None:
-    moving = replace_fields(CONFIG, {"model.revision": "main", "data.rl_revision": "main"})
-    assert "`main`" in notes(full_facts(config=moving))
-    assert "`main`" not in notes(full_facts())
-
-
-def test_a_training_that_ended_early_is_noted() -> None:
-    report = {"steps": 20, "steps_planned": 60}
-    cut = full_facts(stage="command", step=20, measured_as="", reports={"command": report})
-    assert "step 20 of the 60" in notes(cut)
-
-
 def test_the_card_of_another_trainers_model_claims_nothing_that_is_not_recorded() -> None:
     command = CommandConfig(run="torchrun /home/me/train.py --out {output}", version="v2")
     known = {"command": {"steps": 50, "final": {"loss": 0.25}}}
@@ -281,13 +269,6 @@ def test_an_adopted_checkpoint_is_noted() -> None:
 
 
 # ---------------------------------------------------------------- reproduction and use
-
-
-def test_reproduction_has_command_code_files_and_fingerprint() -> None:
-    told = section(build_card(full_facts()), "Reproduction")
-    assert "```bash\nrefiner run recipe.yaml seed=42\n```" in told
-    for shown in ("refiner 0.1.0", "`0123abc`", "572b25e5d1bac28e", "ab" * 32, "c9" * 32):
-        assert shown in told
 
 
 @pytest.fixture(scope="module")

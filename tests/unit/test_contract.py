@@ -214,14 +214,6 @@ def _has_legacy(info: FieldInfo) -> bool:
     return repr(info.legacy_value) != "ABSENT"
 
 
-def test_inputs_come_before_the_stages_that_read_them() -> None:
-    plan = make_plan(RecipeConfig(), {})
-    seen: set[str] = set()
-    for stage in plan.stages:
-        assert set(stage.inputs.values()) <= seen
-        seen.add(stage.name)
-
-
 @pytest.mark.parametrize(
     ("stages", "says"),
     [

@@ -19,13 +19,11 @@ from infra.disk.garbage_collection import carry_out, plan_reclaim
 from infra.disk.inventory import read_inventory
 from infra.disk.manager import (
     FLOOR_BYTES,
-    SAVE_INODES,
     DiskEvent,
     DiskManager,
     DiskWatch,
     Reservations,
 )
-from infra.disk.probe import FreeSpace
 from infra.disk.usage import by_run_and_kind, find_caches, measure, size_of, take_inventory
 from infra.jobs.dispatcher import AttemptRef
 from infra.judgements.store import WorkspaceStore
@@ -33,7 +31,6 @@ from infra.orchestrator.waiting import SpaceWaits
 from infra.store.checkpoints import (
     CheckpointStore,
     pin,
-    pins,
     read_reclaimed,
     reclaimed_text,
     unpin,
@@ -44,7 +41,6 @@ from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import AttemptOutcome, from_json
 from refiner_core.contract.types import StoredJudgement
-from refiner_core.report.printing import size
 from tests.support.disk import finish, foreign_checkpoint, published, save, weights_go
 from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
 from tests.support.probing import ProbingKeeper
@@ -198,16 +194,6 @@ def test_shortage_counts_margin_and_what_others_reserved(workspace: Workspace) -
     assert (whole.shortage(free), whole.shortage(free + 1)) == (0, 1)
 
 
-def test_inodes_can_be_reserved(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
-    disk_manager = DiskManager(workspace, DiskConfig())
-    space = FreeSpace(free_bytes=GIB, free_inodes=SAVE_INODES)
-    monkeypatch.setattr(disk_manager, "room", lambda: space)
-    disk_manager.ledger.write(ref, 0)
-    assert disk_manager.lacking(MIB) == f"{SAVE_INODES} more files and folders (inodes)"
-    assert disk_manager.lacking(MIB, ref) == "1.0 MiB", "an attempt may use its own reservation"
-
-
 def test_failed_writes_mean_no_space(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     disk_manager = DiskManager(workspace, DiskConfig())
     assert disk_manager.shortage(MIB) == 0
@@ -304,35 +290,6 @@ def test_two_saves_that_do_not_fit_together_never_run_together(workspace: Worksp
     assert (len(ended), most[0]) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("used", "text"),
-    [(3 << 39, "1.5 TiB"), (3 << 30, "3.0 GiB"), (12 << 20, "12.0 MiB"), (5 << 10, "5 KiB")],
-)
-def test_a_size_has_a_unit_that_fits(used: int, text: str) -> None:
-    assert size(used) == text
-
-
-def test_a_probe_counts_two_seconds(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    disk_manager = DiskManager(workspace, DiskConfig(), clock=lambda: clock[0])
-    written: list[int] = []
-    monkeypatch.setattr("infra.disk.manager.refusal", lambda _, size: written.append(size))
-
-    def asked(need: int, **how: bool) -> bool:
-        written.clear()
-        assert disk_manager.shortage(need, **how) == 0
-        return bool(written)
-
-    assert asked(KIB * 512)
-    assert not asked(KIB * 512)
-    assert asked(MIB), "less went through"
-    clock[0] += 1.9
-    assert not asked(MIB)
-    assert asked(MIB, fresh=True)
-    clock[0] += 2.0
-    assert asked(MIB)
-
-
 # ---------------------------------------------------------------- reclaiming
 
 
@@ -382,19 +339,6 @@ def test_an_output_that_is_finished_during_a_reclaim_stays(workspace: Workspace)
     finish(workspace, stage.id, number=2)
     assert carry_out(workspace, candidates).items == (str(outputs[0]),)
     assert (outputs[1] / "rows.jsonl").exists()
-
-
-def test_pinning_keeps_and_unpinning_gives_up(workspace: Workspace) -> None:
-    stage = claim(workspace, small_plan("data"), "data")
-    save(workspace, stage.id, 1, 2)
-    assert pin(workspace.layout, stage.id)
-    assert not pin(workspace.layout, stage.id)
-    assert pins(workspace.layout) == {stage.id}
-    disk_manager = DiskManager(workspace, DiskConfig())
-    assert disk_manager.candidates() == []
-    assert unpin(workspace.layout, stage.id)
-    assert not unpin(workspace.layout, stage.id)
-    assert len(disk_manager.candidates()) == 1
 
 
 def runs_of_code(workspace: Workspace, plan: Plan, *names: str) -> None:
@@ -570,16 +514,6 @@ def test_the_space_for_a_save_is_measured_or_computed(workspace: Workspace) -> N
     model = replace(config.model, name_or_path="Qwen/Qwen3-4B", dtype="bfloat16")
     sft = claim(workspace, make_plan(replace(config, model=model), SOURCES), "sft")
     assert disk_manager.need_of(sft.id) == 4 * 10**9 * 14
-
-
-def test_caches_of_the_quota_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    for name in ("hf/hub", "compile"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "x").write_bytes(b"x" * MIB)
-    found = find_caches(("HF_HOME", "NOT_SET", str(tmp_path / "compile")))
-    assert [i.path.name for i in found] == ["hf", "compile"]
-    assert all(i.size.bytes >= MIB for i in found)
 
 
 def test_jobs_compile_into_a_private_folder_of_their_node(

@@ -22,7 +22,6 @@ from refiner_core.contract.types import Completion, SamplingParams, TurnSchedule
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.episode_runner import EpisodeRequest, EpisodeSettings
 from refiner_core.environments.episodes import (
-    Workers,
     run_episodes,
 )
 from refiner_core.environments.protocol import EpisodeRecord, Task, record_from_json
@@ -455,19 +454,6 @@ def test_a_generator_that_ends_early_closes_all(
 
 
 # ---------------------------------------------------------------- threads of tools
-
-
-def test_urgent_work_is_done_before_older_work() -> None:
-    pool, order, free = Workers(1), [], threading.Event()
-    pool.submit(0, lambda: free.wait(30), 30.0)
-    for key in (1, 2):
-        pool.submit(key, lambda key=key: order.append(key), 30.0, urgent=False)
-    for key in (3, 4):
-        pool.submit(key, lambda key=key: order.append(key), 30.0)
-    free.set()
-    wait_until(lambda: pool.ended(1.0) and len(order) == 4, "all work", 30)
-    pool.abandon()
-    assert order == [3, 4, 1, 2]
 
 
 def test_a_tool_that_hangs_does_not_keep_the_process_from_ending() -> None:

@@ -111,15 +111,6 @@ def test_damage_is_seen_in_the_file(tmp_path: Path, name: str, content: bytes, s
     assert says in (damage(path) or "")
 
 
-def test_shards_of_an_index_are_required(tmp_path: Path) -> None:
-    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "model-1-of-2.safetensors").write_bytes(tensors())
-    assert "model-2-of-2.safetensors is missing" in (damage(tmp_path) or "")
-    (tmp_path / "model-2-of-2.safetensors").write_bytes(tensors())
-    assert damage(tmp_path) is None
-
-
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -184,15 +175,6 @@ def test_files_that_only_some_checkpoints_have_are_not_required(tmp_path: Path) 
     (path / "events.out.tfevents.1700000003.1").write_text("x")
     (tmp_path / "checkpoint-10" / "best.json").write_text("{}")
     assert [c.damage for c in find_checkpoints(tmp_path, RULE)] == ["", "", ""]
-
-
-def test_unfinished_checkpoints_are_deleted(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        checkpoint(tmp_path, step)
-    checkpoint(tmp_path, 5, data=b"")
-    wrong = replace(RULE, complete="file:no-such-file")
-    remove(unfinished(find_checkpoints(tmp_path, wrong)))
-    assert [c.step for c in find_checkpoints(tmp_path, wrong)] == [10, 20]
 
 
 def test_older_checkpoints_are_deleted_and_the_newest_complete_one_stays(tmp_path: Path) -> None:

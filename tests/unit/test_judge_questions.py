@@ -278,14 +278,6 @@ def test_a_reply_without_a_judgement_has_a_reason(raw: bytes, reason: str, final
     assert (found.reason, found.final) == (reason, final)
 
 
-def test_reasoning_before_a_score_is_seen_with_and_without_a_parser() -> None:
-    for raw in (reasoned('{"score": 2}'), chat('It fits.</think>{"score": 2}')):
-        found = read_reply(raw, one_call())
-        assert (found.judgements, found.reasoned) == (scored(1.0), True)
-    for text in ('{"score": 2, "why": "</think>"}', '<think>\n\n</think>\n{"score": 2}'):
-        assert not read_reply(chat(text), one_call()).reasoned
-
-
 # ---------------------------------------------------------------- fences
 
 

@@ -332,22 +332,6 @@ def test_a_stop_ends_the_wait_for_servers(judge_at: Any) -> None:
     assert stop.is_set()
 
 
-def test_a_server_that_comes_back_elsewhere_is_found(judge_at: Any) -> None:
-    with JudgeServer(lambda body, call: score(2)) as server:
-        asked: list[str] = []
-
-        def endpoints() -> list[Endpoint]:
-            asked.append(NOBODY if not asked else server.base_url)
-            return [Endpoint(asked[-1])]
-
-        judge = judge_at(None, JudgeContext(endpoints=endpoints), outage_patience_s=30.0)
-        assert {j.score for j in judge.judge(requests(8))} == {1.0}
-    usage = judge.usage()
-    assert usage.answers == {200: 8}
-    assert usage.calls == 8 + usage.lost["refused"]
-    assert usage.failed == 0
-
-
 @pytest.mark.slow
 def test_a_pause_does_not_use_up_deadlines(judge_at: Any) -> None:
     """The servers are gone for longer than an item, and than a batch, may take."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from flows.running.following import SweepFollower, inputs_of
 from flows.sweeping.launching import record_version, suspend_sweep
 from flows.sweeping.status import SweepWatcher
 from infra.jobs.dispatcher import AttemptRef, JobRequest
@@ -72,15 +71,6 @@ def on_gpus(plan: SweepPlan, gpus: int) -> SweepPlan:
 # ---------------------------------------------------------------- what runs
 
 
-def test_shared_stages_run_once_and_every_trial_ends(workspace: Workspace) -> None:
-    plan = small_sweep()
-    told = bench(workspace, plan, SCRIPT)
-    assert set(told.run().values()) == {"done"}
-    assert told.admission.exit_code == 0
-    kinds = [name.rpartition("/")[2] for name in told.jobs.begun]
-    assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
-
-
 def test_jobs_of_several_trials_are_submitted_together(workspace: Workspace) -> None:
     """On a cluster they become one array, and not a call of sbatch each."""
 
@@ -102,17 +92,6 @@ def test_no_more_trials_run_at_once_than_the_sweep_allows(workspace: Workspace) 
     told = bench(workspace, plan, SCRIPT)
     told.begin(lambda: most.add(len(told.admission.live)) or len(told.jobs.begun) == 9)
     assert max(most) == 1
-
-
-def test_a_second_call_starts_nothing(workspace: Workspace) -> None:
-    plan = small_sweep()
-    bench(workspace, plan, SCRIPT).run()
-    again = bench(workspace, plan, SCRIPT)
-    assert set(again.run().values()) == {"done"}
-    assert again.jobs.begun == []
-    assert len(workspace.run_ids()) == len(plan.trials)
-    said = [e for e in events(workspace, "trial") if e["state"] == "done"]
-    assert len(said) == len(plan.trials), "what was said once is not said again"
 
 
 def test_a_trial_whose_stages_are_all_there_is_a_run_without_being_begun(
@@ -360,28 +339,6 @@ def test_states_and_costs_of_trials_are_read_from_records(workspace: Workspace) 
     assert (second.use.attempts, second.shared) == (1, ("data", "sft")), "shared: with the first"
     assert first.use.gpu_hours == 2.0
     assert found[bad].use.incidents == 1
-
-
-def follower(workspace: Workspace, plan: SweepPlan, most: int = 200) -> SweepFollower:
-    return SweepFollower(workspace, recorded(workspace, plan), most)
-
-
-def test_a_follower_sees_every_stage_once_with_its_end(workspace: Workspace) -> None:
-    plan = small_sweep()
-    bad = plan.trials[1].name
-    told = bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
-    sees = follower(workspace, plan)
-    assert len(sees.nodes) == 1 + 2 + 4
-    assert {view.state for view in sees.look().values()} == {"waiting"}
-    told.run()
-    views = sees.look()
-    assert all(view.terminal for view in views.values())
-    assert views[f"{bad}/grpo"].state == "failed"
-    assert views["data"].state == "done"
-    assert inputs_of(workspace, sees.nodes, f"{bad}/grpo")
-    states = {event["state"] for event in sees.new_events() if event["event"] == "trial"}
-    assert {"done", "failed"} <= states
-    assert list(follower(workspace, plan, most=6).nodes) == [t.name for t in plan.trials]
 
 
 # ---------------------------------------------------------------- what one trial does to others
