@@ -12,7 +12,7 @@ import pytest
 
 from flows.nightly.checkpoints import CheckpointNotReady, resolve
 from flows.nightly.history import status_json
-from flows.nightly.night import check_nightly, due_night, load_nightly, run_night, shipped_nightlies
+from flows.nightly.night import check_nightly, load_nightly, run_night, shipped_nightlies
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
@@ -291,13 +291,3 @@ def test_a_branch_of_the_hub_means_the_commit_that_it_is_at(
         assert (found.revision, found.digest) == (made.oid, f"hub:me/model@{made.oid}")
         with pytest.raises(ConfigurationError, match="no revision 'nope'"):
             resolve(Checkpoint("m", CheckpointSource("hub", "me/model", "nope")), workspace)
-
-
-def test_serving_starts_with_the_first_unfinished_night(lab: NightLab) -> None:
-    def due(moment: str) -> str:
-        return due_night(lab.nightly, datetime.fromisoformat(moment).replace(tzinfo=UTC))
-
-    assert due("2026-11-02T04:00:00") == "", "nothing was done before: it begins with its schedule"
-    lab.both("2026-11-02")
-    assert due("2026-11-02T04:00:00") == ""
-    assert due("2026-11-03T04:00:00") == "2026-11-03"

@@ -7,7 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from tests.support.command import wait_until
 from tests.support.plans import OWNER, small_plan
-from tests.support.quota import small_tmpfs
 from tests.unit.test_campaign_rounds import Cluster, campaign_of, events
 
 NUMBERS = (errno.ESTALE, errno.ENOENT, errno.EAGAIN)
@@ -160,45 +159,6 @@ def test_clock_steps_are_ignored(
     until(campaign.step)
 
 
-@pytest.mark.slow
-def test_read_only_files_end_nothing(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fail-over: nothing can be claimed, submitted, noted or closed."""
-    plan = small_plan("data", backoff_s=0.0, poll_s=0.01)
-    real, left = os.open, [8]
-    local = Unwilling(workspace, OSError(), 0)
-
-    def read_only(path: Any, flags: int, *args: Any, **more: Any) -> int:
-        if flags & os.O_CREAT and left[0]:
-            left[0] -= 1
-            raise OSError(errno.EROFS, "Read-only file system", str(path))
-        return real(path, flags, *args, **more)
-
-    campaign = campaign_of(workspace, plan, local)
-    campaign.start()
-    monkeypatch.setattr(os, "open", read_only)
-    until(lambda: not left[0] and campaign.views()["data"].job_id == "1", campaign.views())
-    monkeypatch.undo()
-    campaign.request_stop("the test is over")
-    assert campaign.join()["data"].state == "interrupted"
-
-
-@pytest.mark.quota
-def test_a_lack_of_inodes_is_named(tmp_path: Path) -> None:
-    plan = small_plan("data")
-    with small_tmpfs(tmp_path / "t", mib=64, inodes=40) as folder:
-        campaign = campaign_of(Workspace.open(folder / "w"), plan, Cluster(**RUNS))
-        campaign.begin()
-        with suppress(OSError):
-            for number in range(40):
-                (folder / str(number)).touch()
-        campaign.step()
-        campaign.step()
-        view = campaign.views()["data"]
-        assert view.state == "paused"
-        assert "inode" in view.message
-        assert "MiB are needed" not in view.message
-
-
 def test_an_empty_mount_is_an_outage(workspace: Workspace) -> None:
     """A mount that has gone shows an empty folder: nothing is begun anew in it."""
     plan = small_plan("data")
@@ -275,15 +235,3 @@ def test_jobs_are_submitted_again_until_they_can_be(workspace: Workspace, error:
     assert all(str(error) in o.message for o in ended)
     campaign.request_stop("the test is over")
     assert campaign.join()["data"].state == "interrupted"
-
-
-def test_between_two_tries_a_stage_is_paused_with_the_reason(workspace: Workspace) -> None:
-    error = SystemOutage("Unable to contact slurm controller")
-    plan = small_plan("data", backoff_s=60.0)
-    campaign = campaign_of(workspace, plan, Unwilling(workspace, error, 1))
-    campaign.begin()
-    campaign.step()
-    campaign.step()
-    view = campaign.views()["data"]
-    assert view.state == "paused"
-    assert "Unable to contact slurm controller" in view.message

@@ -13,7 +13,6 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.training.batches import (
     Sample,
     collate,
-    first_fit,
     pack_samples,
     sharing_pays,
     to_device,
@@ -85,13 +84,6 @@ def test_loss_masks_and_positions_of_the_reference_vector():
 def test_a_sample_longer_than_a_pack_is_refused_not_cut():
     with pytest.raises(ConfigurationError, match="pack_length"):
         pack_samples(SAMPLES, 5)
-
-
-@given(st.lists(st.integers(1, 20), max_size=40), st.booleans(), st.sampled_from([None, 1, 3]))
-def test_first_fit_places_everything_once(lengths, decreasing, max_open):
-    bins = first_fit(lengths, 20, decreasing=decreasing, max_open=max_open)
-    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in members) <= 20 for members in bins)
 
 
 SHAPE = [(5, [3, 1, 6]), (2, [4]), (7, [2, 2, 5, 3]), (1, [1, 6])]
@@ -262,10 +254,3 @@ def test_no_token_is_dropped_or_doubled(shape, pack_length, share_prompts, balan
     assert sorted(predicted.items()) == sorted(
         zip(batch.flat_T.tolist(), batch.target_T.tolist(), strict=True)
     )
-
-
-def test_shared_prompts_are_computed_once():
-    samples = random_samples([(20, [2, 2, 2, 2])])
-    plain = sum(map(len, pack_samples(samples, 100)))
-    shared = sum(map(len, pack_samples(samples, 100, share_prompts=True)))
-    assert (plain, shared) == (88, 28)

@@ -21,11 +21,9 @@ from refiner_core.answers import parse_answer
 from refiner_core.contract.config import PenaltiesConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.records import to_json
 from refiner_core.report.printing import plain
-from refiner_core.report.run.rendering import page
-from refiner_core.report.transcripts import answer_markup, evidence_of, spans
+from refiner_core.report.transcripts import answer_markup, evidence_of
 from refiner_core.rewards.combine import total_reward
 from refiner_core.rewards.penalties import prices_of
-from tests.support.run_reports import empty_report, hostile_report
 
 REWARD = RewardConfig()
 
@@ -248,21 +246,3 @@ def test_claims_are_numbered_as_by_the_judge() -> None:
         ) == plain(text), "nothing is lost or added"
         single += parsed.body is not None
     assert single > 2_000
-
-
-def test_pieces_of_a_text_make_the_text_again() -> None:
-    rng = random.Random(2)
-    for _ in range(2_000):
-        text = "".join(rng.choice(_PIECES) for _ in range(rng.randrange(14)))
-        for any_case in (False, True):
-            found = list(spans(text, any_case=any_case))
-            assert "".join(s.before + s.text + s.after for s in found) == text
-
-
-@pytest.mark.parametrize("make", [hostile_report, empty_report])
-def test_a_page_is_text_that_a_file_can_hold(make: object) -> None:
-    assert callable(make)
-    text = page(make())
-    text.encode("utf-8")
-    assert "\x00" not in text
-    assert "default-src 'none'" in text
