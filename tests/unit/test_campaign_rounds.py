@@ -158,17 +158,6 @@ def test_a_stage_says_why_its_job_cannot_be_seen(workspace: Workspace) -> None:
         assert said in view.message
 
 
-def test_a_held_job_is_released_by_its_own_scheduler_alone(workspace: Workspace) -> None:
-    plan, cluster = small_plan("data"), Cluster(liveness="live", held=True)
-    stage = claimed(workspace, plan)
-    record = workspace.read_record(stage.id)
-    held = OpenAttempt(AttemptRef(stage.id, 1), record.attempts[-1])
-    Router({"local": LocalDispatcher(workspace)}, lambda _: "local").release(held)
-    assert cluster.released == []
-    Router({"slurm": cluster}, lambda _: "slurm").release(held)
-    assert cluster.released == [held.ref]
-
-
 def test_the_workers_own_outcome_counts_first(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,18 +220,6 @@ def test_no_number_of_results_curve_cost_or_notes_is_without_a_fact(
     assert not re.search(r"\d", text), text
 
 
-def test_a_number_leads_to_the_evaluation_and_the_record_it_was_read_from() -> None:
-    given = full_facts()
-    (found,) = [n for n in card_numbers(given) if n.text == "0.211"]
-    assert found == ("0.211", "Results", "evaluations.0.value", "stages/evaluate-0/results.json")
-    assert given.evaluations[0]["samples_file"] == "samples-greedy.parquet"
-    (low,) = [n for n in card_numbers(given) if n.text == "0.161"]
-    assert low.fact == "evaluations.0.low"
-    reward, *_ = [n for n in card_numbers(given) if n.text == "3.714"]
-    assert reward.fact == "reports.grpo.curves.scores.11.1"
-    assert reward.record == "stages/grpo-1/result.json#report"
-
-
 # ---------------------------------------------------------------- from a fact to the card
 
 

@@ -173,14 +173,6 @@ def test_a_change_reaches_exactly_the_stages_downstream(
     assert [name for name in before if before[name] != after[name]] == reached.split()
 
 
-def test_rft_trains_on_what_sample_kept_and_grpo_continues_from_it() -> None:
-    plan = make_plan(replace_fields(RecipeConfig(), RFT), {}).by_name
-    assert plan["sample"].inputs == {"data": "data", "policy": "sft"}
-    assert plan["rft"].inputs == {"data": "sample", "policy": "sft"}
-    assert plan["grpo"].inputs == {"data": "data", "policy": "rft"}
-    assert plan["evaluate-rft"].inputs["weights"] == "rft"
-
-
 def test_dropping_a_stage_changes_only_what_follows_from_it() -> None:
     whole = fingerprints(RecipeConfig())
     part = fingerprints(dataclasses.replace(RecipeConfig(), stages=("data", "sft", "evaluate")))

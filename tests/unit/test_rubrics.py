@@ -24,7 +24,6 @@ from refiner_core.rubrics import (
     rubric_set_digest,
     select_rubrics,
 )
-from tests.support.real_rows import RL_ROWS, SFT_ROWS
 from tests.support.rewarding import GOOD, by_kind, reward_of, rollout
 
 PINNED = {
@@ -154,13 +153,6 @@ def test_the_source_decides_which_rubrics_are_asked(source, only_instance, title
     assert "".join(logged) == titles
     assert len([r for r in judge.asked if r.kind == "rubric"]) == len(titles)
     assert result.components["no_rubrics"] == float(not titles)
-
-
-@pytest.mark.parametrize("path", [SFT_ROWS, RL_ROWS], ids=["sft", "rl"])
-def test_all_real_rows_parse(path: Path) -> None:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        text = json.loads(line)["rubrics"]
-        assert len(parse_rubrics(text)) == sum(map(len, json.loads(text).values()))
 
 
 # ---------------------------------------------------------------- files of a recipe

@@ -15,7 +15,7 @@ import pytest
 from flows.reporting.run.report import changed_settings, masked_overrides
 from flows.reporting.run.results import choose, points_of, text_in_evaluation, text_in_training
 from flows.reporting.samples import SamplesReader
-from infra.host.secrets import HIDDEN, masked, without_secrets
+from infra.host.secrets import HIDDEN, without_secrets
 from infra.store.traces import MetricsLine, read_metrics
 from refiner_core.answers import parse_answer
 from refiner_core.contract.config import PenaltiesConfig, RecipeConfig, RewardConfig
@@ -190,16 +190,6 @@ def test_settings_that_carry_secrets_are_named_and_not_shown() -> None:
 )
 def test_no_override_shows_a_secret(word: str) -> None:
     assert "abc123xyz" not in masked_overrides([word])[0]
-
-
-def test_secrets_of_the_environment_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_WEBHOOK", "https://chat.example/hooks/T01/abc")
-    monkeypatch.setenv("OPENAI_API_KEY", "opaque-key-1")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "falsehood")
-    said = masked(
-        "POST https://chat.example/hooks/T01/abc with opaque-key-1: falsehood, sk-abcdefgh1"
-    )
-    assert said == "POST *** with ***: falsehood, ***"
 
 
 # ---------------------------------------------------------------- large files

@@ -99,11 +99,6 @@ def test_a_thousand_jobs_cost_one_query_per_poll(world: World) -> None:
     assert world.scheduler.asked == ["queue"] * 5
 
 
-def test_no_query_without_jobs(world: World) -> None:
-    assert world.look() == []
-    assert world.scheduler.asked == []
-
-
 def test_a_job_just_submitted_is_live_until_the_next_answer(world: World) -> None:
     world.scheduler.live = {"1": {"state": "RUNNING"}}
     world.look(job("1"))
@@ -124,13 +119,6 @@ def test_an_ended_job_is_asked_for_once(world: World) -> None:
     world.look(job("1"))
     world.look(job("1"))
     assert world.scheduler.asked == ["queue", "shown", "accounts", "queue", "queue"]
-
-
-def test_accounting_knows_who_has_cancelled_a_job(world: World) -> None:
-    world.scheduler.remembered = {"1": {"state": "CANCELLED"}}
-    world.scheduler.recorded = [{"id": "1", "state": "CANCELLED by 1234", "name": "name-1"}]
-    (answer,) = world.look(job("1"))
-    assert (answer.state, answer.by) == ("CANCELLED", "1234")
 
 
 def test_a_job_requeued_by_hand_is_live_again(world: World) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from flows.cli.status import closing_lines
 from flows.running.status import (
     BackgroundRouter,
     RunStatus,
@@ -45,25 +44,6 @@ def look(workspace: Workspace, run: RunRecord) -> RunStatus:
 
 def stage(status: RunStatus, name: str) -> StageStatus:
     return next(s for s in status.stages if s.name == name)
-
-
-def test_a_running_stage_shows_its_last_values_as_blocks(
-    workspace: Workspace, run: RunRecord
-) -> None:
-    planned = claim(workspace, small_plan(), "sft")
-    workspace.start_attempt(planned.id, 1, {"started_at": "2026-11-21T01:00", "node": "n3"})
-    log = workspace.layout.attempt(planned.id, 1).metrics
-    log.parent.mkdir(parents=True, exist_ok=True)
-    values = [99.0, *range(29), None]
-    lines = [{"step": n, "metrics": {"loss": v}} for n, v in enumerate(values)]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 40, "metr')
-    status = look(workspace, run)
-    status = replace(status, stages=tuple(replace(s, state="running") for s in status.stages))
-    (drawn,) = [line for line in closing_lines(status, workspace) if "loss" in line]
-    blocks = "▁▁▁▁▂▂▂▃▃▃▃▄▄▄▅▅▅▅▆▆▆▇▇▇▇████ "
-    assert drawn == f"sft: loss {blocks} 28 (from 0 to 28)"
-    log.write_text("no metrics\n")
-    assert not [line for line in closing_lines(status, workspace) if "loss" in line]
 
 
 def test_a_failed_attempt_is_shown_with_its_reason(workspace: Workspace, run: RunRecord) -> None:

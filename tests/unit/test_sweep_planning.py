@@ -8,7 +8,7 @@ import pytest
 
 from flows.running.calls import make_recipe_plan
 from flows.sweeping.launching import record_version
-from flows.sweeping.planning import forecast_sweep, make_sweep_plan, plan_of, sweep_json
+from flows.sweeping.planning import make_sweep_plan, plan_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fingerprint import get_field
@@ -163,19 +163,6 @@ def test_doubtful_sweeps_have_warnings(keys: dict[str, Any], said: str) -> None:
 
 
 # ---------------------------------------------------------------- what is shown
-
-
-def test_the_dry_run_for_scripts_has_every_trial_with_its_stages(tmp_path: Path) -> None:
-    found = planned([f"workspace={tmp_path / 'none'}"], factors={WEIGHTS: [0, 0.2]})
-    value = sweep_json(found, forecast_sweep(found))
-    assert value["version"] == 1
-    assert value["baseline"] == "paper_citation_weight=0"
-    assert value["arms"][1]["changes"] == {WEIGHTS: 0.2}
-    assert [t["name"] for t in value["trials"]] == [t.name for t in found.trials]
-    stage = value["trials"][0]["stages"][1]
-    assert (stage["name"], stage["action"], stage["reason"]) == ("sft", "run", "never run")
-    assert value["stages"] == {"planned": 32, "unique": 25, "to_run": 25, "running": 0, "done": 0}
-    assert {"forecast", "detectable", "warnings", "limits", "question"} <= value.keys()
 
 
 def test_a_protocol_file_that_measures_as_the_recipe_does_answers_its_question(tmp_path) -> None:

@@ -220,14 +220,6 @@ def test_no_gpu_is_given_twice() -> None:
                 assert sorted(taken) == list(range(gpus)), "each GPU once, none idle"
 
 
-def test_the_large_recipes_train_on_half_of_their_gpus_and_sample_on_the_others() -> None:
-    for name in ("refiner-gpt54", "refiner-instance-only", "refiner-answer-only"):
-        config = check_config(load_recipe(name))
-        found = placement_of(config, "grpo")
-        assert (found.nproc_per_node, found.servers) == (4, 4), name
-        assert found.trainer_gpus == (0, 1, 2, 3), name
-
-
 def test_the_recipe_for_two_processes_trains_on_as_many_tokens_a_step_as_tiny() -> None:
     two = check_config(load_recipe("tiny-zero3"))
     assert placement_of(two, "sft").world == placement_of(two, "grpo").world == 2
