@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.host.gpus import Gpu, GpuPool, gpus_here, leases, spans
+from infra.host.gpus import Gpu, GpuPool, gpus_here, leases
 from refiner_core.contract.errors import SystemOutage
 from tests.support.gpus import fake_driver, invented
 
@@ -141,10 +141,6 @@ def test_a_driver_that_fails_is_no_machine_without_gpus(
             gpus_here(given)
     whole = "GPU-12345678-1234-1234-1234-123456789012"
     assert gpus_here({"CUDA_VISIBLE_DEVICES": whole}) == (Gpu(whole, whole),)
-
-
-def test_numbers_are_shown_as_spans() -> None:
-    assert spans(["0", "1", "2", "5", "GPU-aa"]) == "0-2, 5, GPU-aa"
 
 
 def test_a_hostile_label_is_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,9 +148,3 @@ def test_rows_are_read_with_their_steps() -> None:
     assert (job.job_id, job.state, job.signal, job.by) == ("7_1", "CANCELLED", 15, "0")
     assert job.steps == {"batch": "CANCELLED", "0": "OUT_OF_ME"}
     assert job.as_text()["cancelled_by"] == "0"
-
-
-def test_messages_name_the_signal_the_node_and_the_user() -> None:
-    assert "SIGKILL" in end_of(JobFacts("7", "FAILED", exit_code=137), True, "").message
-    assert "n3" in end_of(JobFacts("7", "NODE_FAIL", node="n3"), True, "").message
-    assert "root" in end_of(JobFacts("7", "CANCELLED", by="0"), True, "").message

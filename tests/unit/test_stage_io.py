@@ -148,12 +148,6 @@ def test_a_stale_attempt(workspace: Workspace, stage: PlannedStage, running: Att
     assert all(a.outcome is None for a in record.attempts), "its outcome is for others to write"
 
 
-def test_attempts_run_once(workspace: Workspace, stage: PlannedStage, running: AttemptRun) -> None:
-    second = AttemptRun(workspace, stage.id, 1, own_log=False)
-    with pytest.raises(AttemptClosed, match="given up before it started"):
-        second.__enter__()
-
-
 def test_a_full_disk_deletes_half_an_output(running: AttemptRun) -> None:
     (running.output_dir / "rows.txt").write_text("half")
     assert running.fail(NoSpaceError("no room")).failure == "disk_full"

@@ -18,8 +18,6 @@ from refiner_core.evaluation.power import (
     variance_components,
 )
 from refiner_core.evaluation.statistics import (
-    holm,
-    mcnemar_of,
     mean_squares,
     two_way_mean,
     two_way_means,
@@ -117,22 +115,6 @@ def test_mean_squares_are_those_of_an_analysis_of_variance() -> None:
     other = anova_lm(ols("value ~ C(seed) + C(prompt)", table).fit())["mean_sq"]
     mine = mean_squares(values)
     assert [float(m) for m in mine] == pytest.approx(other.tolist())
-
-
-def test_holm_is_that_of_statsmodels() -> None:
-    from statsmodels.stats.multitest import multipletests
-
-    for seed in range(5):
-        p_values = np.random.default_rng(seed).random(9) ** 3
-        assert holm(p_values.tolist()) == pytest.approx(multipletests(p_values, method="holm")[1])
-
-
-def test_mcnemar_is_that_of_statsmodels() -> None:
-    from statsmodels.stats.contingency_tables import mcnemar
-
-    changes = np.array([1.0] * 9 + [-1.0] * 2 + [0.0] * 20)
-    assert mcnemar_of(changes) == pytest.approx(mcnemar([[5, 9], [2, 15]], exact=True).pvalue)
-    assert mcnemar_of(np.zeros(4)) == 1.0
 
 
 def test_one_seed_is_the_paired_t_test() -> None:
