@@ -225,14 +225,6 @@ def test_an_interruption_is_noted_with_its_time_and_lost_steps() -> None:
         assert word in said
 
 
-def test_code_is_called_clean_only_where_git_said_so() -> None:
-    told = [
-        section(build_card(bare_facts(provenance={"commit": "012", "dirty": d})), "Provenance")
-        for d in (False, None)
-    ]
-    assert ["uncommitted" in text for text in told] == [False, True]
-
-
 def test_a_resume_on_other_processes_is_noted() -> None:
     facts = full_facts()
     two = {"ranks": 2, "nodes": 1, "engine": "DeepSpeed ZeRO-3", "attempt": 1, "up_to_step": 20}

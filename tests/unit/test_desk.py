@@ -109,33 +109,6 @@ def test_texts_rules_and_outcomes_are_those_of_the_version(experts: Experts) -> 
     assert PINNED.get(VERSION) == digest.hexdigest(), "raise VERSION; see PINNED"
 
 
-def test_all_words_are_in_the_vocabulary(experts: Experts) -> None:
-    texts = [
-        *vocabulary.CLARIFY,
-        *vocabulary.THANKS,
-        *vocabulary.OKAY,
-        *vocabulary.YES,
-        *vocabulary.NO,
-        *vocabulary.ANYWAY,
-    ]
-    texts += [vocabulary.LEAVE, vocabulary.UNKNOWN, vocabulary.ONE_STEP]
-    for domain in DESK.domains():
-        texts.append(DESK.policy(domain))
-        texts += [json.dumps(tool.as_json()) for tool in DESK.tools(domain)]
-    for task in ALL:
-        texts += [m.content for seed in range(2) for m in DESK.episode(task).reset(seed)]
-    for calls, _, steps in experts.values():
-        texts += [json.dumps(call.as_json()) for call in calls]
-        texts += [m.content for step in steps for m in step.messages]
-    drawn = {*world.VALUE_HEADS, *world.VALUE_TAILS}
-    spoken = re.sub(r"S_[a-z]\d[A-Z]\d|\b[A-Z][a-z]{5}\b", " ", " ".join(texts))
-    used = set(re.findall(r"[A-Za-z]+", spoken)) - drawn
-    assert used <= set(vocabulary.WORDS)
-    between = set(re.sub(r"[A-Za-z0-9\s]", "", spoken))
-    assert between <= set("".join(vocabulary.PIECES)) | {"_", "."}
-    assert len(vocabulary.VOCABULARY) == len(set(vocabulary.VOCABULARY))
-
-
 def entities(task: Task) -> set[str]:
     """Names, ids, rooms and items of a task."""
     text = json.dumps(task.data)

@@ -149,21 +149,6 @@ def test_a_full_disk_is_reported_to_rank_0(attempt: Attempt) -> None:
     assert list(attempt.store.folder.iterdir()) == []
 
 
-def test_a_stale_attempt_saves_nothing(attempt: Attempt) -> None:
-    io = attempt.remote()
-
-    def save() -> None:
-        with io.new_checkpoint(1) as folder:
-            assert attempt.fence is None, "it is refused before"
-            (folder / "state").write_text("one")
-            attempt.fence = AttemptClosed("a newer attempt exists", fix="nothing")
-
-    for _ in range(2):
-        with pytest.raises(AttemptClosed, match="newer"):
-            save()
-    assert attempt.store.latest() is None
-
-
 def test_a_rank_that_dies_in_a_save_leaves_nothing(attempt: Attempt) -> None:
     io = attempt.remote()
     context = io.new_checkpoint(1)

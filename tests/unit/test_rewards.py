@@ -221,13 +221,6 @@ def test_without_weighted_rubrics_there_is_no_judge_term() -> None:
     assert result.judgements[0]["title"] == "P"
 
 
-def test_the_penalty_of_an_unfinished_answer_replaces_the_total_and_no_component() -> None:
-    result = reward_of(
-        rollout(GOOD, stopped=False), non_stop_penalty=True, non_stop_penalty_value=-1.0
-    )
-    assert (result.total, result.components["citation"]) == (-1.0, 1.0)
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "text", "<answer>x", f"{GOOD}<answer>Ignore this one.</answer>", f"{GOOD}</answer>",

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from infra.attempt.attempt import AttemptRun
-from infra.jobs.signals import AttemptClosed
 from infra.store.traces import list_rollouts, read_metrics
 from infra.store.workspace import Workspace
 from infra.tracking import TrackedRun, Tracker
@@ -134,18 +133,6 @@ def test_inputs_must_be_done(
     assert (run.inputs["data"] / "rows.txt").read_text() == "rows"
     assert run.input_reports["data"] == {"rows": 7}
     assert run.config == small_plan().config
-
-
-def test_a_stale_attempt(workspace: Workspace, stage: PlannedStage, running: AttemptRun) -> None:
-    claim(workspace, small_plan(), "data", after=1)
-    with pytest.raises(AttemptClosed), running.io.new_checkpoint(1):
-        pass
-    with pytest.raises(AttemptClosed) as caught:
-        running.finish({})
-    assert running.fail(caught.value).failure == "interrupted"
-    record = workspace.read_record(stage.id)
-    assert record.result is None
-    assert all(a.outcome is None for a in record.attempts), "its outcome is for others to write"
 
 
 def test_a_full_disk_deletes_half_an_output(running: AttemptRun) -> None:

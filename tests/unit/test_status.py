@@ -46,20 +46,6 @@ def stage(status: RunStatus, name: str) -> StageStatus:
     return next(s for s in status.stages if s.name == name)
 
 
-def test_a_failed_attempt_is_shown_with_its_reason(workspace: Workspace, run: RunRecord) -> None:
-    planned = claim(workspace, small_plan(), "sft")
-    workspace.start_attempt(planned.id, 1, {"started_at": "2026-11-21T01:00", "node": "n3"})
-    outcome = AttemptOutcome(
-        "disk_full", "resume", "saving the checkpoint of step 7", 5, 7, errno=122
-    )
-    workspace.close_attempt(planned.id, 1, outcome, 10.0)
-    found = look(workspace, run)
-    row = stage(found, "sft")
-    assert (row.state, row.node, row.attempt) == ("interrupted", "n3", 1)
-    assert "disk_full at step 7" in row.last_failure
-    assert "EDQUOT (errno 122) while saving step 7 on n3" in found.incidents[0].line
-
-
 def test_a_pause_by_the_monitor_is_no_failure(workspace: Workspace, run: RunRecord) -> None:
     planned = claim(workspace, small_plan(), "sft")
     outcome = AttemptOutcome("monitor_pause", "stop", "GRPO is paused after step 10", 6, 10)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -418,42 +416,6 @@ def test_a_trial_that_was_given_up_has_no_live_orchestrator(
     assert told.states()[plan.trials[1].name] == "failed"
     assert not orchestrator_of(workspace, live.run.run).works
     assert orchestrator_of(workspace, told.admission.live[plan.trials[0].name].run.run).works
-
-
-def test_failing_reads_end_no_trial_and_start_nothing_twice(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on NFS, where one in a hundred reads fails."""
-    plan = small_sweep()
-    moments = iter(range(0, 100_000_000, 10))
-    told = bench(workspace, plan, SCRIPT, clock=lambda: float(next(moments)))
-    read, listed, count = Path.read_text, os.listdir, iter(range(10_000_000))
-    numbers = (errno.ESTALE, errno.EIO, errno.EACCES, errno.EAGAIN, errno.ENOENT)
-
-    def fails(path: object) -> None:
-        at = next(count)
-        if at % 97 == 96 and str(workspace.root) in str(path):
-            number = numbers[at // 97 % len(numbers)]
-            raise OSError(number, os.strerror(number), str(path))
-
-    def read_text(path: Path, *args: Any, **more: Any) -> str:
-        fails(path)
-        return read(path, *args, **more)
-
-    def listdir(path: Any = ".") -> list[str]:
-        fails(path)
-        return listed(path)
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    monkeypatch.setattr(os, "listdir", listdir)
-    assert set(told.run(20_000).values()) == {"done"}
-    monkeypatch.undo()
-    assert next(count) > 500
-    kinds = [name.rpartition("/")[2] for name in told.jobs.begun]
-    assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
-    for stage_id in workspace.stage_ids():
-        record = workspace.read_record(stage_id)
-        assert [a.outcome.failure for a in record.attempts if a.outcome] == ["none"]
 
 
 @pytest.mark.parametrize(

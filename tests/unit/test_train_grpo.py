@@ -135,27 +135,6 @@ def test_unscored_rollouts_leave_statistics_and_loss_but_are_stored(run):
     assert metrics["samples/trained"] <= 10
 
 
-@pytest.mark.slow
-def test_a_judge_outage_stops_before_training_and_keeps_the_steps_before(run):
-    calls = []
-
-    def rewards(items, *args):
-        calls.append(1)
-        failed = [0, 1, 2, 3] if len(calls) == 4 else []
-        return fail_some(failed)(items, *args)
-
-    run.rewards = rewards
-    with pytest.raises(JudgeOutage, match="4 of 12"):
-        run(save_freq=100)
-    assert run.io.checkpoint_steps() == [3]
-    assert [row["step"] for row in run.io.metrics()] == [1, 2, 3]
-    resumed = run(save_freq=100)
-    metrics = run.io.comparable_metrics()
-    run.rewards = count_low_words
-    assert run("whole", save_freq=100) == resumed
-    assert run.io.comparable_metrics() == metrics
-
-
 # ---------------------------------------------------------------- a judge that works meanwhile
 
 
