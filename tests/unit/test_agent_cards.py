@@ -12,7 +12,6 @@ from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.facts import CardFacts, unmarked
 from refiner_core.cards.lint import lint_card
-from refiner_core.cards.results import result_tables
 from refiner_core.cards.sentences import Sentences
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.card_facts import card_numbers
@@ -81,24 +80,6 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> CardFacts:
     fails = frozenset(world_seed(CONFIG, "sampled", *place) for place in ((B0, 2), (O1, 0)))
     base = measured(root, "base", BASE, frozenset())
     return facts_of(base, measured(root, "grpo", OWN, fails))
-
-
-def test_the_table_has_tasks_overall_and_by_domain(facts: CardFacts) -> None:
-    tables = result_tables(facts, Sentences(facts).protocol)
-    main = next(t for t in tables if "sampled" in t["title"] and "pass" in t["about"])
-    assert "4 held-out tasks × 4 attempts per task" in main["about"]
-    assert "top_k 20" in main["about"]
-    assert "user: scripted" in main["about"]
-    assert "pass^k that all of k do" in main["about"]
-    assert main["header"] == ("metric", "base", "ends at once (floor)", "**GRPO (this model)**")
-    rows = {row[0]: [unmarked(c) for c in row[1:]] for row in main["rows"]}
-    assert rows["`pass@1`"][0].startswith("0.312")
-    assert rows["`pass@4/orders`"][0].endswith("n = 2")
-    assert rows["`pass@2`"][1] == "—", "one attempt has no pass@2"
-    assert "`pass@2/orders`" not in rows
-    assert "`pass^1`" not in rows, "it is pass@1 by another name"
-    assert "`success`" not in rows, "it is pass@1 by another name"
-    assert "n = 4" in unmarked(main["title"])
 
 
 def test_a_card_claims_no_more_of_held_out_tasks_than_rows_tell() -> None:

@@ -18,7 +18,6 @@ from infra.jobs.failures import outcome_of
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.workspace import StageClaim, Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import StageResult
@@ -193,34 +192,6 @@ def test_a_broken_call_has_ended(workspace: Workspace, monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="broken"):
         campaign.join()
     assert workspace.read_orchestrator(campaign.source.shown[0].run.run)["state"] == "ended"
-
-
-@pytest.mark.parametrize(
-    ("error", "traceback"),
-    [
-        (ConfigurationError("no such partition", expected="one that exists", fix="name it"), False),
-        (RuntimeError("nobody thought of this"), True),
-    ],
-)
-def test_refusals_show_no_traceback(
-    workspace: Workspace,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-    traceback: bool,
-) -> None:
-    def refuse(requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
-        return {request.ref: error for request in requests}
-
-    cluster = Cluster(liveness="dead")
-    monkeypatch.setattr(cluster, "submit", refuse)
-    campaign = campaign_of(workspace, small_plan("data", backoff_s=0.0), cluster)
-    campaign.start()
-    view = campaign.join()["data"]
-    assert view.state == "failed"
-    assert str(error) in view.message
-    shown = [r for r in caplog.records if r.levelname == "WARNING" and r.exc_info]
-    assert bool(shown) == traceback
 
 
 def test_evaluations_during_training_give_way(

@@ -16,14 +16,13 @@ from huggingface_hub import ModelCard
 
 from refiner_core.cards.build import build_card, card_variables, shipped_template
 from refiner_core.cards.evidence import evidence_text
-from refiner_core.cards.facts import CONTROLS, UNKNOWN, CardFacts, attempt_notes
+from refiner_core.cards.facts import CONTROLS, UNKNOWN, CardFacts
 from refiner_core.cards.lint import check_card, lint_card
 from refiner_core.contract.config import CommandConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
-from refiner_core.contract.records import Attempt, AttemptOutcome
 from tests.support.card_facts import CONFIG, OTHER, evaluation, full_facts, published_facts, reports
 
 TINY = RecipeConfig()
@@ -198,41 +197,7 @@ def test_short_flat_and_broken_curves_are_accepted(points: list[Any]) -> None:
     assert lint_card(card) == []
 
 
-def test_cost_counts_all_attempts_and_lost_work() -> None:
-    card = build_card(full_facts())
-    cost = section(card, "Hardware and cost")
-    for shown in ("grpo 2 h 02 min.", "sft 10 min 05 s, grpo 2 h 31 min.", "17.25 GPU-hours"):
-        assert shown in cost
-    assert "53.48 USD at 3.10 USD" in cost
-    assert "1.50 of 17.25 GPU-hours" in notes(full_facts())
-    cores = {"gpu_hours": 0.0, "core_hours": 0.035, "lost_core_hours": 0.0, "price": 3.0}
-    card = build_card(full_facts(cost=cores))
-    assert "0.035 core-hours" in card
-    assert "USD" not in card
-
-
 # ---------------------------------------------------------------- notes
-
-
-def test_an_interruption_is_noted_with_its_time_and_lost_steps() -> None:
-    full = AttemptOutcome("disk_full", "resume", "Disk quota exceeded", step=100, errno=122)
-    first = Attempt(1, "c", "slurm", "o", "t", ended_at="2026-11-21T03:12:41.123+00:00")
-    done = AttemptOutcome("none", "finish")
-    second = Attempt(2, "c", "slurm", "o", "t", resumed_from_step=50, outcome=done)
-    attempts = attempt_notes("grpo", [replace(first, outcome=full), second])
-    said = notes(bare_facts(attempts=attempts))
-    for word in ("2026-11-21 03:12 UTC", "step 100", "quota", "checkpoint of step 50", "50 steps"):
-        assert word in said
-
-
-def test_a_resume_on_other_processes_is_noted() -> None:
-    facts = full_facts()
-    two = {"ranks": 2, "nodes": 1, "engine": "DeepSpeed ZeRO-3", "attempt": 1, "up_to_step": 20}
-    report = {**facts.reports["grpo"], "ranks": 1, "engine": "torch", "resumed_on": [two]}
-    said = notes(replace(facts, reports={**facts.reports, "grpo": report}))
-    assert "up to step 20 on 2 processes (DeepSpeed ZeRO-3), then on 1 process (torch)" in said
-    same = {**report, "resumed_on": []}
-    assert "processes" not in notes(replace(facts, reports={**facts.reports, "grpo": same}))
 
 
 def test_the_card_of_another_trainers_model_claims_nothing_that_is_not_recorded() -> None:

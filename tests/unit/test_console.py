@@ -64,30 +64,6 @@ def test_quiet_leaves_failures() -> None:
     ]
 
 
-def test_the_summary_names_logs_and_the_next_commands() -> None:
-    stream = io.StringIO()
-    console = Console(
-        command=["refiner", "run", "tiny", "workspace=/w space"],
-        workspace="/w space",
-        stream=stream,
-        clock=Clock(),
-    )
-    blocked = StageView("grpo", "grpo", "f", "blocked", message="sft failed")
-    views = {"sft": FAILED, "grpo": blocked}
-    console.finish(views)
-    assert stream.getvalue().splitlines()[3:] == [
-        "1 failed, 1 blocked in 0.0 s",
-        "  sft: failed: loss is NaN",
-        "    log: /w/sft.log",
-        "  grpo: blocked: sft failed",
-    ]
-    assert console.next_commands(views) == [
-        "refiner logs sft 'workspace=/w space'",
-        "refiner run tiny 'workspace=/w space'",
-        "refiner status 'workspace=/w space'",
-    ]
-
-
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
 def test_a_closed_terminal_stops_no_work(
     monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]

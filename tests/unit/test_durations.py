@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from flows.cli.main import cli
 from flows.durations import StageTime, forecast_times, judge_use
 from flows.running.calls import make_recipe_plan
 from infra.store.provenance import write_certificate
@@ -105,17 +102,6 @@ def test_a_certificate_replaces_assumptions(tmp_path):
     assert slow.seconds[1] > 10 * assumed.seconds[1]
     other = forecast(tmp_path, "judge.kind=lexical", "judge.model=lexical-1", gpu="A100")["grpo"]
     assert (other.device, other.basis) == ("A100", "assumed")
-
-
-def test_the_plan_command_has_one_object_per_stage(tmp_path):
-    words = ["plan", LARGE, f"workspace={tmp_path}"]
-    value = json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)
-    assert [one["stage"] for one in value["time"]] == [
-        *("grpo", "evaluate-base", "evaluate-grpo", "evaluate-grpo-step50")
-    ]
-    assert len(value["time"][0]["seconds"]) == 3
-    text = CliRunner().invoke(cli, [*words, "--gpu", "H200"]).output
-    assert "assumed: H200" in text
 
 
 def test_prepared_rows_give_the_number_of_steps_and_prompts(tmp_path):

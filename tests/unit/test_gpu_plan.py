@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.checking.resources import GpuJob, fits, gpu_lines, gpu_use, gpus_json
+from flows.checking.resources import gpu_lines, gpu_use, gpus_json
 from flows.running.calls import make_recipe_plan
 from refiner_core.contract.plan import Plan
 from tests.support.gpus import invented
@@ -72,13 +72,6 @@ def test_a_partition_of_one_node_can_never_run_trainer_and_judge(
     assert "never" not in gpu_lines(large("refiner-one-node", "dispatch.executor=slurm"))[-1]
     sinfo(tmp_path, monkeypatch, "gpu:8", "gpu:4")
     assert "never" not in gpu_lines(large("refiner-gpt54", "dispatch.executor=slurm"))[-1]
-
-
-def test_jobs_are_fitted_on_nodes() -> None:
-    two_nodes = GpuJob("grpo", 8, (("r",) * 8,) * 2)
-    judge = GpuJob("judge", 2, (("j",) * 2,))
-    assert not fits([two_nodes, judge], [8, 8])
-    assert fits([two_nodes, judge], [8, 2, 8])
 
 
 def test_a_plan_without_gpus_says_nothing_about_them() -> None:

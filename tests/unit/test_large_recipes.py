@@ -4,12 +4,9 @@ and the tau2 scripts of slime at 10f5405."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from flows.running.calls import make_recipe_plan
-from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
 
 REFINER = {
@@ -85,34 +82,6 @@ def test_grpo_of_the_refiner_has_the_values_of_card_and_trainer(recipe: str) -> 
             "refiner-answer-only": ("instance", None),
         }[recipe]
     )
-
-
-@pytest.mark.parametrize("recipe", BASES)
-def test_step_50_is_published_in_a_repository_of_its_own(recipe: str) -> None:
-    plan = planned(recipe)
-    assert {"export-step50", "publish-step50", "card-step50", "publish"} <= plan.by_name.keys()
-    publish = plan.config.publish
-    assert (publish.per_step, "{step}" in publish.repo_id) == ("repository", True)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "values"),
-    [
-        ("refiner-sft-ep2", {"sft.num_train_epochs": 2.0, "sft.max_train_steps": None}),
-        ("refiner-sft-step3201", {"sft.max_train_steps": 3201}),
-    ],
-)
-def test_the_sft_checkpoints_end_where_their_names_say(recipe: str, values: dict[str, Any]) -> None:
-    plan = planned(recipe)
-    identity = plan.by_name["sft"].identity
-    assert {path: identity[path] for path in values} == values
-    assert [s.name for s in plan.stages if s.kind in ("sft", "grpo", "publish")] == [
-        "sft",
-        "publish",
-    ]
-    rl = load_recipe("refiner-answer-only" if recipe == "refiner-sft-step3201" else "refiner-gpt54")
-    assert plan.config.data.refiner_mode == rl.data.refiner_mode
-    assert plan.config.data.held_out_fraction == rl.data.held_out_fraction
 
 
 def test_tau2_has_the_values_of_its_scripts() -> None:

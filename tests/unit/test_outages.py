@@ -22,7 +22,6 @@ from infra.jobs.dispatcher import AttemptRef, JobRequest
 from infra.store import atomic
 from infra.store.orchestrators import take_up
 from infra.store.workspace import StageClaim, Workspace
-from refiner_core.contract.errors import SystemOutage
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from tests.support.command import wait_until
@@ -211,27 +210,3 @@ class Unwilling(LocalDispatcher):
             job = {"job_id": "1", "process": str(ProcessId.of(process.pid))}
             atomic.write_json(paths.job, job)
         return {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "error",
-    [
-        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
-        SystemOutage("`sbatch` found no controller"),
-    ],
-)
-def test_jobs_are_submitted_again_until_they_can_be(workspace: Workspace, error: Exception) -> None:
-    """More often than any other class of failure may come, and with the reason."""
-    plan = small_plan("data", backoff_s=0.0)
-    local = Unwilling(workspace, error, 12)
-    campaign = campaign_of(workspace, plan, local)
-    campaign.start()
-    until(lambda: not local.left and campaign.views()["data"].job_id == "1", campaign.views())
-    record = workspace.read_record(plan.by_name["data"].id)
-    ended = [a.outcome for a in record.attempts if a.outcome is not None]
-    assert {o.failure for o in ended} == {"system_outage"}
-    assert len(ended) == 12
-    assert all(str(error) in o.message for o in ended)
-    campaign.request_stop("the test is over")
-    assert campaign.join()["data"].state == "interrupted"

@@ -35,7 +35,6 @@ from refiner_core.rescoring.rollouts import (
     fidelity,
     judge_identity,
     scores_under,
-    some_groups,
     stored_rollouts,
     with_advantages,
 )
@@ -160,13 +159,6 @@ def test_totals_that_differ_from_stored_ones_are_counted() -> None:
         found = fidelity(rollouts, Scores([changed, results[1]], advantages))
         assert not found["exact"]
         assert "1 of 2 totals differ" in found["warning"]
-
-
-def test_fewer_groups_are_a_part_of_more() -> None:
-    rollouts = [rollout(f"g{g}", i) for g in range(9) for i in range(3)]
-    names = [{r.group for r in some_groups(rollouts, n)} for n in (2, 5, 99)]
-    assert names[0] < names[1] < names[2]
-    assert [len(n) for n in names] == [2, 5, 9]
 
 
 # ---------------------------------------------------------------- judges and settings

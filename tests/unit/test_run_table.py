@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from flows import api
 from flows.cli.main import main
-from flows.runs.run_table import changes_of, list_rows, sorted_rows
+from flows.runs.run_table import changes_of, list_rows
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from tests.bench.many_runs import write_runs
@@ -93,11 +92,6 @@ def test_filters_that_are_refused(place: Path, where: str, problem: str) -> None
         list_rows(place, where=where)
 
 
-def test_the_order_of_a_metric(place: Path) -> None:
-    rewards = [row.value("reward") for row in sorted_rows(list_rows(place), "reward")]
-    assert rewards == sorted(rewards, reverse=True)
-
-
 def test_repetitions_and_nights_are_folded_away(place: Path) -> None:
     workspace = Workspace.open(place)
     run = workspace.read_run(list_rows(place)[0].run)
@@ -141,12 +135,3 @@ def test_notes_and_tags(place: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["report", run, where, "--out", str(place.parent / "page")]) == 0
     assert "try beta #good" in capsys.readouterr().out.replace("\\", "")
     assert "try beta #good" in (place.parent / "page/report.html").read_text()
-
-
-def test_the_same_as_json_and_as_a_frame(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = call(capsys, "runs", f"workspace={place}", "--sort", "reward")["runs"]
-    frame = api.runs_frame(place).sort_values("reward", ascending=False)
-    assert [row["run"] for row in found] == list(frame["run"])
-    assert [row["metrics"]["reward"]["low"] for row in found] == list(frame["reward/low"])
-    assert main(["runs", f"workspace={place}"]) == 0
-    assert "grpo.beta=" in capsys.readouterr().out

@@ -116,10 +116,6 @@ def test_shares_have_a_worst_case_and_other_numbers_none(plan: SweepPlan) -> Non
     assert "no bounds" in found.evidence.text
 
 
-def test_one_planned_seed_of_what_only_seeds_spread_has_an_answer() -> None:
-    assert detectable_effect(VarianceComponents(0.01, 0.0, 0.0), seeds=1, prompts=50) == 0.0
-
-
 def test_a_few_earlier_seeds_give_a_range_and_not_a_number(plan: SweepPlan) -> None:
     """Three seeds say within a factor of three how far seeds differ; one number says otherwise."""
     found = detectable(plan, 100, KNOWN)

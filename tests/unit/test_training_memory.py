@@ -52,23 +52,6 @@ def test_an_asynchronous_save_takes_host_memory() -> None:
     assert not {states, weights} & {*at_once.on_host, *at_once.shared}
 
 
-def test_a_sampler_beside_training_has_weights_of_its_own() -> None:
-    own = {"grpo.generation_backend": "transformers", "grpo.deepspeed_stage": None}
-    assert "sampler" not in large(**own, **{"grpo.async_steps": 0}).on_gpu
-    assert large(**own, **{"grpo.async_steps": 1}).on_gpu["sampler"] == 2 * BILLION
-    alone = {"grpo.generation_backend": "transformers", "grpo.async_steps": 0}
-    gathered = large(**alone).on_gpu
-    assert gathered["gathered to sample"] == 2 * BILLION
-
-
-def test_servers_on_a_cpu_take_the_hosts_memory() -> None:
-    fields = {"grpo.generation_backend": "vllm", "grpo.vllm_num_engines": 2}
-    found = training_memory(replace_fields(TINY, fields), "grpo", ONE)
-    assert found.shared["weights for servers"] == 4 * BILLION  # they pass through memory
-    assert found.shared["servers"] > 2 * 4 * BILLION
-    assert not found.on_gpu
-
-
 @pytest.mark.parametrize(("checkpointing", "measured_gib"), [(False, 2.59), (True, 1.98)])
 def test_an_estimate_is_near_what_was_measured(checkpointing: bool, measured_gib: float) -> None:
     """Peaks of two SFT steps (50M parameters, packs of 2048, AdamW, no save) on a CPU."""
@@ -77,15 +60,6 @@ def test_an_estimate_is_near_what_was_measured(checkpointing: bool, measured_gib
     shape = ModelShape(49_948_160, hidden=512, inner=2048, layers=8, pairs=512, words=32_000)
     estimate = training_memory(config, "sft", shape).host_bytes / 2**30
     assert measured_gib <= estimate <= 1.25 * measured_gib
-
-
-def test_processes_of_a_node_add_up() -> None:
-    fields = {"sft.optimizer": "adamw", "sft.nproc_per_node": 2, "sft.async_save": False}
-    fields["sft.gradient_accumulation_steps"] = 2
-    two = training_memory(replace_fields(TINY, fields), "sft", ONE)
-    one = training_memory(replace_fields(TINY, {**fields, "sft.nproc_per_node": 1}), "sft", ONE)
-    exchanged = 2 * 4 * (1 << 26)  # of each, beside all that one alone has in plain torch
-    assert two.host_bytes == 2 * (one.host_bytes + exchanged)
 
 
 # ---------------------------------------------------------------- plans
