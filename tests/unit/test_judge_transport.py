@@ -1,7 +1,7 @@
 """A judge over HTTP: requests, retries, deadlines, costs, outages and keys.
 
 Against a scripted server with counters of its own. Whole steps under faults are in
-``tests/integration/test_judge_faults.py``, the rules of breakers in ``test_judge_breaker.py``.
+``tests/integration/test_judge_faults.py``, the rules of breakers in ``test_judges.py``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -26,11 +25,6 @@ from sweeps.values import Limits, SweepPlan
 from tests.support.sweeping import TRAINED, Bench, Jobs, bench, small_sweep
 
 SCRIPT = {"grpo": TRAINED, "sft": TRAINED}
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "w")
 
 
 def recorded(workspace: Workspace, plan: SweepPlan) -> SweepRecord:

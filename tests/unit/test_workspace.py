@@ -15,7 +15,7 @@ from typing import get_args
 import pytest
 
 from flows.running.calls import plan_of_run
-from flows.running.status import RunWatcher, unfinished_runs
+from flows.running.status import RunWatcher
 from infra.orchestrator.observe import explain_difference, observe_actions
 from infra.store import atomic
 from infra.store import records as record_files
@@ -321,24 +321,6 @@ def test_a_claim_is_lost(workspace: Workspace, plan: Plan, monkeypatch: pytest.M
     assert (attempt.outcome.failure, attempt.outcome.decision) == ("killed", "resume")
     assert workspace.is_stale(stage.id, 1), "its worker leaves"
     assert claim(workspace, plan, "data", after=1) == stage
-
-
-def test_runs_sort_by_time_and_a_damaged_one_hides_no_other(
-    workspace: Workspace, plan: Plan, caplog: pytest.LogCaptureFixture
-) -> None:
-    runs = [run_record(workspace, plan) for _ in range(3)]
-    for run in runs:
-        workspace.write_run(run)
-    whole = sorted(r.run for r in runs)
-    assert workspace.run_ids() == whole
-    assert workspace.read_run(runs[0].run) == runs[0]
-    with pytest.raises(ConfigurationError, match="has no run 'nope'"):
-        workspace.read_run("nope")
-    workspace.layout.run(whole.pop(1)).record.write_text('{"run": ')
-    assert [r.run for r in workspace.runs()] == whole
-    assert [r.run for r in workspace.runs(newest_first=True)] == whole[::-1]
-    assert {r.run for r in unfinished_runs(workspace)} == set(whole)
-    assert len([r for r in caplog.records if "run.json" in r.getMessage()]) == 1
 
 
 @pytest.mark.parametrize(("left", "says"), [(None, "is gone"), ("ab", "has 2 bytes instead of 3")])
