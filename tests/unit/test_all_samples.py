@@ -1,7 +1,5 @@
 """Files of the page of all samples: complete, written once, and kept when rollouts are gone."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

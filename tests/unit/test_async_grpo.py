@@ -1,7 +1,5 @@
 """GRPO whose next batches are sampled while the last one trains: the age of weights, and resume."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Rounds of an orchestrator: what follows from an observation, an outage and a cancel."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The lint of cards and their evidence: impossible numbers, wrong claims, leaks, hostile input."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Cards of models and of agents: claims, tables of numbers, notes, usage and templates."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math
@@ -170,16 +168,6 @@ def test_numbers_need_their_evidence_and_have_one_source() -> None:
 
 
 # ---------------------------------------------------------------- steps of one run
-
-
-def test_steps_of_one_protocol_form_one_table() -> None:
-    results = section(build_card(full_facts()), "Results")
-    main, progress, rewards = results.rsplit("### Training progression", 2)
-    assert "| step 25 | 0.487 [0.437, 0.537] |" in progress
-    assert "| **step 50 (this model)** | 0.533 [0.483, 0.583], n = 64 |" in progress
-    assert "reward" not in progress, "the reward was measured under another protocol"
-    assert rewards.index("step 25") < rewards.index("step 50") < rewards.index("step 75")
-    assert "SFT | **GRPO, step 50 (this model)** |" in main
 
 
 def use_of(evaluations: list[dict[str, Any]] | None = None, metric: str = "") -> str:

@@ -1,7 +1,5 @@
 """Comparisons in the report of a sweep: verdicts, refusals, drift of the judge."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Progress, signals and text of others on a terminal."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

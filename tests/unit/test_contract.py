@@ -1,7 +1,5 @@
 """Marks, fingerprints and plans. A fault here reruns or wrongly skips work."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math

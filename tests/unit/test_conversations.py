@@ -1,7 +1,5 @@
 """Text to tool calls, and conversations as tokens: sampled tokens stay, tricks are text."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

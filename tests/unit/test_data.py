@@ -1,7 +1,5 @@
 """Data preparation: rows that are dropped or held out, a user's own rows, the synthetic world."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The desk: solvable tasks, users who have to be asked, rules, rewards, and malformed calls."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The forecast of disk space before a run: from measurements, else from the model's size."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

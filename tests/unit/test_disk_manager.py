@@ -1,7 +1,5 @@
 """Disk space of a workspace: what is used, reserved and reclaimed, and what stays."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -19,13 +17,7 @@ from infra.disk import inventory as copies_module
 from infra.disk.caches import use_node_caches
 from infra.disk.garbage_collection import Candidate, ReclaimOrder, carry_out, plan_reclaim
 from infra.disk.inventory import Inventory, PublishedCopy, StageFacts, Weights, read_inventory
-from infra.disk.manager import (
-    FLOOR_BYTES,
-    DiskEvent,
-    DiskManager,
-    DiskWatch,
-    Reservations,
-)
+from infra.disk.manager import FLOOR_BYTES, DiskEvent, DiskManager, DiskWatch, Reservations
 from infra.disk.usage import (
     DiskItem,
     DiskSize,
@@ -39,13 +31,7 @@ from infra.disk.usage import (
 from infra.jobs.dispatcher import AttemptRef
 from infra.judgements.store import WorkspaceStore
 from infra.orchestrator.waiting import SpaceWaits
-from infra.store.checkpoints import (
-    CheckpointStore,
-    pin,
-    read_reclaimed,
-    reclaimed_text,
-    unpin,
-)
+from infra.store.checkpoints import CheckpointStore, pin, read_reclaimed, reclaimed_text, unpin
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig, RecipeConfig
 from refiner_core.contract.errors import NoSpaceError

@@ -1,7 +1,5 @@
 """Evaluations of agents: numbers, errors, interruption, protocols and comparisons."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Scores of episodes, and their loss against numbers by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Concurrent episodes: records, tokens, limits, outages, stops and reproducibility."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -21,9 +19,7 @@ from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, SamplingParams, TurnScheduler
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.episode_runner import EpisodeRequest, EpisodeSettings
-from refiner_core.environments.episodes import (
-    run_episodes,
-)
+from refiner_core.environments.episodes import run_episodes
 from refiner_core.environments.protocol import EpisodeRecord, Task, record_from_json
 from refiner_core.models import tiny_tokenizer
 from tests.support.command import ROOT, wait_until

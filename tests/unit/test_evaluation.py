@@ -1,7 +1,5 @@
 """Evaluations of answers: numbers, failed judges, interruption, protocols, quality."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Another trainer: its command, output, end, checkpoints, exports, and how it is adopted."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Every end of an attempt has a class, and a line in the timeline of incidents."""
 
-from __future__ import annotations
-
 import errno
 import re
 from dataclasses import replace

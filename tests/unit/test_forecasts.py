@@ -1,7 +1,5 @@
 """Forecasts before a launch: time and cost, and the effects that a sweep detects."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from functools import partial

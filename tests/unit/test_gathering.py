@@ -1,7 +1,5 @@
 """Evidence of a sweep from a workspace, and several runs on one page."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -178,14 +176,6 @@ def test_runs_with_other_seeds_are_compared_with_a_warning(paired: RecordedSweep
     assert {c["arm"] for c in report.curves} == set(report.arms)
     assert any(c["metric"] == "other/3" for c in report.curves)
     assert len({a["arm"] for a in report.side_by_side[0]["answers"]}) == 2
-
-
-def test_what_one_has_set_that_differs_comes_first(paired: RecordedSweep) -> None:
-    report = compare_runs([*runs_of(paired, "base", 1), *runs_of(paired, "more", 1)], paired.root)
-    rows = [(row["field"], row["differs"], row["own"]) for row in report.settings]
-    assert rows[0] == ("grpo.beta", True, True)
-    assert ("grpo.learning_rate", False, False) in rows
-    assert list(report.settings[0]["values"].values()) == [0.0, 0.05]
 
 
 def test_a_selection_in_the_browser_has_a_page(paired: RecordedSweep) -> None:

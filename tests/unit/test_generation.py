@@ -1,7 +1,5 @@
 """Generation: samples, their log-probabilities, their ends; loading of models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GPUs of this machine and of a plan: no two jobs have the same one, and none is lost."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

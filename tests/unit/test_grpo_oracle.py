@@ -22,8 +22,6 @@ multiplies the policy term and not the KL term. They do not coincide where
 * TRL clamps no log-ratio; ours are clamped at 40.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -3,8 +3,6 @@
 The messages are read from the source: no test could raise them all.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Questions to a judge and its replies: calls, keys, schemas, fences, prompts, parsed scores."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -21,13 +19,7 @@ from refiner_core.contract.records import StageSpec
 from refiner_core.contract.types import Judgement, JudgeRequest
 from refiner_core.judges import calls as parsing
 from refiner_core.judges import judge_prompts_digest, parse_judgement
-from refiner_core.judges.calls import (
-    ChatCall,
-    parse_batch,
-    plan_calls,
-    read_reply,
-    request_body,
-)
+from refiner_core.judges.calls import ChatCall, parse_batch, plan_calls, read_reply, request_body
 from refiner_core.judges.prompting import fence, load_judge_prompts
 
 V1 = Path(parsing.__file__).parent / "prompts" / "v1"

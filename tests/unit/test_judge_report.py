@@ -1,7 +1,5 @@
 """Reports on a judge: agreement, intervals, material, measures and findings."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

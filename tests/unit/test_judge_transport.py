@@ -4,8 +4,6 @@ Against a scripted server with counters of its own. Whole steps under faults are
 ``tests/integration/test_judge_faults.py``, the rules of breakers in ``test_judges.py``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

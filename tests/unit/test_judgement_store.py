@@ -1,7 +1,5 @@
 """The workspace's store of judgements: what it keeps, which damage it survives, its size."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

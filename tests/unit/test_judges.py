@@ -3,8 +3,6 @@
 Replies of served judges are in ``test_judge_questions.py``.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

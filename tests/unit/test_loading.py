@@ -1,7 +1,5 @@
 """Recipes and overrides: values that are read or refused, their JSON Schema, and `refiner show`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,7 @@ from click.testing import CliRunner
 from omegaconf import OmegaConf
 
 from flows.cli.main import cli, main
-from flows.starting.fields import (
-    OFTEN,
-    RecipeValues,
-    explain_fields,
-    field_json,
-    field_lines,
-)
+from flows.starting.fields import RecipeValues, field_json, field_lines
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -362,11 +354,3 @@ def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"section": "notify", "doc": "notifications"}.items() <= listed[-1].items()
     found = json.loads(shown(capsys, "--search", "KL coefficient", "--json"))["fields"]
     assert [f["field"] for f in found] == ["grpo.beta"]
-
-
-def test_a_section_opens_with_the_fields_that_people_change() -> None:
-    """Each of them exists, and none is lost."""
-    assert set(OFTEN) <= set(field_paths())
-    grpo = [facts.path for facts in explain_fields("grpo").fields]
-    assert grpo[:3] == ["grpo.num_training_steps", "grpo.learning_rate", "grpo.beta"]
-    assert sorted(grpo) == sorted(p for p in field_paths() if p.startswith("grpo."))

@@ -1,7 +1,5 @@
 """Formulas of the loss and of advantages, by hand; the output head in chunks is a plain one."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Nightly evaluations: lines, alerts, channels, weights, and changes over many nights."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Packs hold every token once, in an order that never changes, and ranks share them evenly."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from itertools import groupby

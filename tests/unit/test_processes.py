@@ -1,7 +1,5 @@
 """Processes: identified by pid, start and boot; killed where they run; their niceness."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

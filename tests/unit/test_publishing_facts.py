@@ -1,7 +1,5 @@
 """What a run publishes: facts of its card come from records; no model of malformed answers."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Ranks of a training: how they start and meet, their bridge to the attempt, their failures."""
 
-from __future__ import annotations
-
 import errno
 import json
 import socket

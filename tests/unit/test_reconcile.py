@@ -1,7 +1,5 @@
 """The next action per stage follows from records and observations alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

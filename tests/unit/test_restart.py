@@ -1,7 +1,5 @@
 """A job that Slurm restarts continues once; a worker knows the reason of each stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

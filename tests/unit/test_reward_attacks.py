@@ -1,7 +1,5 @@
 """`refiner reward attack`: attacks on a reward, measured against honest answers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rubrics: forms of rows, static sets, selection, their faults, and what criteria teach."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Parts of a run's report that need no run: points, prompts, rewards, markup and hidden secrets."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """`refiner runs`, `tag`, `rm`, `prune`, `bundle` and `unbundle`."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Queries of a scheduler, the meaning of its states, and the profiles of clusters."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

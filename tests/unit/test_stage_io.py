@@ -1,7 +1,5 @@
 """Damaged checkpoints, logs once per step after interruptions, and the end of an attempt."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

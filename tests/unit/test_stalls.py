@@ -1,21 +1,12 @@
 """Stalls: what a phase may take, and which rank is the cause. Virtual time, no processes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 
 from infra.attempt.attempt import stall_clock
 from infra.attempt.rank_watch import RankWatch
-from infra.attempt.stalls import (
-    PhaseTimes,
-    RankState,
-    StallClock,
-    find_laggard,
-    merged,
-    times_of,
-)
+from infra.attempt.stalls import PhaseTimes, RankState, StallClock, find_laggard, merged, times_of
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.types import Progress
 from tests.support.slow_runs import killed_healthy_run

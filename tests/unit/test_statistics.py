@@ -1,7 +1,5 @@
 """Intervals, differences, power, pass@k, labels of people, the sequential test."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from fractions import Fraction

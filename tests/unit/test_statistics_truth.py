@@ -3,17 +3,12 @@
 A small part of ``python -m tests.prove.statistics``.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
 
-from refiner_core.evaluation.statistics import (
-    mean_squares,
-    two_way_mean,
-)
+from refiner_core.evaluation.statistics import mean_squares, two_way_mean
 from tests.prove.statistics import Cell, count, leniency, ours, over_prompts, pooled
 from tests.support.results import World
 

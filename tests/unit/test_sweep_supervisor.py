@@ -1,7 +1,5 @@
 """The supervisor of a sweep: start order, limits, the canary, failures, cancellation."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Sequence
 from dataclasses import replace

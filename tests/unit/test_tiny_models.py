@@ -1,7 +1,5 @@
 """The embedded models of `tiny` and `tiny-tools`: tokenizers, chat templates, weights, folders."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

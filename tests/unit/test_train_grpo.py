@@ -1,7 +1,5 @@
 """A GRPO step: its samples, the ones it leaves out, its metrics and rollouts."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

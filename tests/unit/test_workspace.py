@@ -1,7 +1,5 @@
 """A workspace: opening, the data root, claims, records, atomic files, provenance."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -19,10 +17,7 @@ from flows.running.status import RunWatcher
 from infra.orchestrator.observe import explain_difference, observe_actions
 from infra.store import atomic
 from infra.store import records as record_files
-from infra.store.provenance import (
-    checkout_of,
-    reads_parts_apart,
-)
+from infra.store.provenance import checkout_of, reads_parts_apart
 from infra.store.records import Part
 from infra.store.workspace import FORMAT, SHARED, StageClaim, Workspace
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError, WorkspaceError
