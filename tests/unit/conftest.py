@@ -1,7 +1,5 @@
 """Fixtures of tests that start no real programs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Files of the page of all samples: complete, written once, and kept when rollouts are gone."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -14,9 +12,7 @@ import pytest
 from flows.reporting.run import all_samples
 from flows.reporting.run.report import report_run
 from flows.runs.bundling import bundle_run, unbundle
-from flows.why.explanation import explain_number, find_numbers
 from infra.store.traces import read_rollouts
-from infra.store.workspace import Workspace
 from refiner_core.contract.errors import DataError
 from refiner_core.rejection.attempts import RejectionAttempt, write_attempts
 from tests.support.recorded_run import RecordedRun
@@ -132,12 +128,3 @@ def test_attempts_of_rejection_sampling_are_samples(
     folder = report_run(workspace=tmp_path).folder
     (one,) = samples(folder, "sample/attempts")
     assert (one["text"], one["status"]) == ("kept text", "kept: full_success")
-
-
-def test_why_leads_to_the_sample(run: RecordedRun) -> None:
-    (figure,) = find_numbers(["citation_f1", "grpo", "greedy"], run.workspace.root)
-    report_run(workspace=run.workspace.root)
-    sample = explain_number(figure, run.workspace.root)["sample"]
-    page = Workspace.read_only(run.workspace.root).layout.reports / run.run.run / "samples.html"
-    name = sample["which"]["name"].replace("#", "/")
-    assert sample["page"] == f"{page.as_uri()}#s=evaluate-grpo/greedy/{name}"

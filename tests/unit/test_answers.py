@@ -1,7 +1,5 @@
 """Parsing: evidence from prompts only, claims from answers only, and a report of every fault."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,10 +1,9 @@
-"""Cards: claims, tables of numbers, notes, usage and templates."""
-
-from __future__ import annotations
+"""Cards of models and of agents: claims, tables of numbers, notes, usage and templates."""
 
 import contextlib
 import io
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +15,34 @@ from huggingface_hub import ModelCard
 
 from refiner_core.cards.build import build_card, card_variables, shipped_template
 from refiner_core.cards.evidence import evidence_text
-from refiner_core.cards.facts import CONTROLS, UNKNOWN, CardFacts, attempt_notes
+from refiner_core.cards.facts import CONTROLS, UNKNOWN, CardFacts, unmarked
 from refiner_core.cards.lint import check_card, lint_card
+from refiner_core.cards.sentences import Sentences
 from refiner_core.contract.config import CommandConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
-from refiner_core.contract.records import Attempt, AttemptOutcome
-from tests.support.card_facts import CONFIG, OTHER, evaluation, full_facts, published_facts, reports
+from refiner_core.evaluation.episodes import evaluate_episodes
+from tests.support.card_facts import (
+    CONFIG,
+    OTHER,
+    card_numbers,
+    evaluation,
+    full_facts,
+    published_facts,
+    reports,
+)
+from tests.support.playing import (
+    Desk,
+    Player,
+    agent_config,
+    by_attempt,
+    task_rows,
+    world_seed,
+    write_tasks,
+)
+from tests.support.stage_io import FolderStageIO
 
 TINY = RecipeConfig()
 #: An option that came after the run.
@@ -152,16 +170,6 @@ def test_numbers_need_their_evidence_and_have_one_source() -> None:
 # ---------------------------------------------------------------- steps of one run
 
 
-def test_steps_of_one_protocol_form_one_table() -> None:
-    results = section(build_card(full_facts()), "Results")
-    main, progress, rewards = results.rsplit("### Training progression", 2)
-    assert "| step 25 | 0.487 [0.437, 0.537] |" in progress
-    assert "| **step 50 (this model)** | 0.533 [0.483, 0.583], n = 64 |" in progress
-    assert "reward" not in progress, "the reward was measured under another protocol"
-    assert rewards.index("step 25") < rewards.index("step 50") < rewards.index("step 75")
-    assert "SFT | **GRPO, step 50 (this model)** |" in main
-
-
 def use_of(evaluations: list[dict[str, Any]] | None = None, metric: str = "") -> str:
     """The intended use of a step, beside steps that were measured like this."""
     facts = full_facts() if evaluations is None else full_facts(evaluations=evaluations)
@@ -198,61 +206,7 @@ def test_short_flat_and_broken_curves_are_accepted(points: list[Any]) -> None:
     assert lint_card(card) == []
 
 
-def test_cost_counts_all_attempts_and_lost_work() -> None:
-    card = build_card(full_facts())
-    cost = section(card, "Hardware and cost")
-    for shown in ("grpo 2 h 02 min.", "sft 10 min 05 s, grpo 2 h 31 min.", "17.25 GPU-hours"):
-        assert shown in cost
-    assert "53.48 USD at 3.10 USD" in cost
-    assert "1.50 of 17.25 GPU-hours" in notes(full_facts())
-    cores = {"gpu_hours": 0.0, "core_hours": 0.035, "lost_core_hours": 0.0, "price": 3.0}
-    card = build_card(full_facts(cost=cores))
-    assert "0.035 core-hours" in card
-    assert "USD" not in card
-
-
 # ---------------------------------------------------------------- notes
-
-
-def test_an_interruption_is_noted_with_its_time_and_lost_steps() -> None:
-    full = AttemptOutcome("disk_full", "resume", "Disk quota exceeded", step=100, errno=122)
-    first = Attempt(1, "c", "slurm", "o", "t", ended_at="2026-11-21T03:12:41.123+00:00")
-    done = AttemptOutcome("none", "finish")
-    second = Attempt(2, "c", "slurm", "o", "t", resumed_from_step=50, outcome=done)
-    attempts = attempt_notes("grpo", [replace(first, outcome=full), second])
-    said = notes(bare_facts(attempts=attempts))
-    for word in ("2026-11-21 03:12 UTC", "step 100", "quota", "checkpoint of step 50", "50 steps"):
-        assert word in said
-
-
-def test_code_is_called_clean_only_where_git_said_so() -> None:
-    told = [
-        section(build_card(bare_facts(provenance={"commit": "012", "dirty": d})), "Provenance")
-        for d in (False, None)
-    ]
-    assert ["uncommitted" in text for text in told] == [False, True]
-
-
-def test_a_resume_on_other_processes_is_noted() -> None:
-    facts = full_facts()
-    two = {"ranks": 2, "nodes": 1, "engine": "DeepSpeed ZeRO-3", "attempt": 1, "up_to_step": 20}
-    report = {**facts.reports["grpo"], "ranks": 1, "engine": "torch", "resumed_on": [two]}
-    said = notes(replace(facts, reports={**facts.reports, "grpo": report}))
-    assert "up to step 20 on 2 processes (DeepSpeed ZeRO-3), then on 1 process (torch)" in said
-    same = {**report, "resumed_on": []}
-    assert "processes" not in notes(replace(facts, reports={**facts.reports, "grpo": same}))
-
-
-def test_a_moving_revision_is_noted() -> None:
-    moving = replace_fields(CONFIG, {"model.revision": "main", "data.rl_revision": "main"})
-    assert "`main`" in notes(full_facts(config=moving))
-    assert "`main`" not in notes(full_facts())
-
-
-def test_a_training_that_ended_early_is_noted() -> None:
-    report = {"steps": 20, "steps_planned": 60}
-    cut = full_facts(stage="command", step=20, measured_as="", reports={"command": report})
-    assert "step 20 of the 60" in notes(cut)
 
 
 def test_the_card_of_another_trainers_model_claims_nothing_that_is_not_recorded() -> None:
@@ -281,13 +235,6 @@ def test_an_adopted_checkpoint_is_noted() -> None:
 
 
 # ---------------------------------------------------------------- reproduction and use
-
-
-def test_reproduction_has_command_code_files_and_fingerprint() -> None:
-    told = section(build_card(full_facts()), "Reproduction")
-    assert "```bash\nrefiner run recipe.yaml seed=42\n```" in told
-    for shown in ("refiner 0.1.0", "`0123abc`", "572b25e5d1bac28e", "ab" * 32, "c9" * 32):
-        assert shown in told
 
 
 @pytest.fixture(scope="module")
@@ -451,3 +398,113 @@ def test_a_card_says_what_the_base_may_know_and_that_the_training_judge_evaluate
     assert "(it also trained this model)" in card
     other = dict([*by_itself.items(), *list(facts.protocols.items())[:1]])
     assert alone not in build_card(full_facts(protocols=other))
+
+
+# ---------------------------------------------------------------- agents
+
+
+B0, B1, O0, O1 = (f"{d}/{d}-test-00{i}" for d in ("bookings", "orders") for i in (0, 1))
+BASE = {B0: ("expert", "flawed", "nothing", "nothing"), O1: ("expert",) * 4}
+OWN = {
+    B0: ("expert", "expert", "nothing", "expert"),
+    B1: ("words", "nothing", "expert", "flawed"),
+    O1: ("expert",) * 4,
+}
+AGENT = agent_config(evaluate__temperature=0.8, evaluate__top_k=20)
+
+
+def agent_measured(root: Path, name: str, played: Any, fails: frozenset[int]) -> dict[str, Any]:
+    player_of = task_rows(AGENT, _tokenizer(), 2)
+    player = Player(AGENT, player_of, by_attempt(played))
+    return evaluate_episodes(
+        AGENT,
+        data_dir=write_tasks(root / "data", player_of),
+        data_digest="d" * 64,
+        model_ref="builtin:tiny",
+        model_name=name,
+        output_dir=root / name,
+        io=FolderStageIO(root / f"{name}-io"),
+        generator=player,
+        tokenizer=player.tokenizer,
+        environment=Desk(AGENT, fails),
+    )
+
+
+def _tokenizer() -> Any:
+    from refiner_core.models import tiny_tokenizer
+
+    return tiny_tokenizer()
+
+
+def facts_of(*results: dict[str, Any], **changes: Any) -> CardFacts:
+    entries = [e for r in results for e in (*r["evaluations"], *r["reference"])]
+    given: dict[str, Any] = {
+        "repo_id": "somebody/desk-agent",
+        "config": AGENT,
+        "stage": "grpo",
+        "step": 100,
+        "final": True,
+        "command": "refiner run tiny",
+        "evaluations": entries,
+        "protocols": {k: v for r in results for k, v in r["protocols"].items()},
+    }
+    return CardFacts(**{**given, **changes})
+
+
+@pytest.fixture(scope="module")
+def agent_facts(tmp_path_factory: pytest.TempPathFactory) -> CardFacts:
+    root = tmp_path_factory.mktemp("cards")
+    fails = frozenset(world_seed(AGENT, "sampled", *place) for place in ((B0, 2), (O1, 0)))
+    base = agent_measured(root, "base", BASE, frozenset())
+    return facts_of(base, agent_measured(root, "grpo", OWN, fails))
+
+
+def test_a_card_claims_no_more_of_held_out_tasks_than_rows_tell() -> None:
+    """Demonstrations that name no task may be at any of them."""
+    split = {"held_out_questions": 5, "questions": 9}
+    sft = {"read": 8, "kept": 7, "domains": {"retail": 7}}
+    data = {"split": split, "sft": sft}
+    said = unmarked(Sentences(facts_of(reports={"data": data, "sft": {}})).lines("rows")[-1])
+    assert said.endswith("none of them is trained on.")
+    data = {"split": split, "sft": {**sft, "unnamed_task": 3}}
+    said = unmarked(Sentences(facts_of(reports={"data": data, "sft": {}})).lines("rows")[-1])
+    assert said.endswith("as far as demonstrations name their tasks: 3 demonstrations name none.")
+    assert "best attempts (rejection fine-tuning)" in build_card(facts_of(stage="rft"))
+
+
+def test_a_card_of_an_agent_is_fit_to_be_published(agent_facts: CardFacts) -> None:
+    evidence = evidence_text(agent_facts, ())
+    card = build_card(agent_facts)
+    assert lint_card(card, evidence) == []
+    assert lint_card(card) == [], "nor does anything contradict itself"
+    assert "fewer than 4 valid attempts" in card
+    numbers = {n.fact for n in card_numbers(agent_facts) if n.section == "Results"}
+    assert any(fact.endswith(".numerator") for fact in numbers)
+    assert all(record is None for record in {n.record for n in card_numbers(agent_facts)})
+
+
+def changed(card: str, row: str, old: str, new: str) -> str:
+    lines = card.split("\n")
+    place = next(i for i, line in enumerate(lines) if line.startswith(f"| `{row}` |"))
+    assert old in lines[place]
+    lines[place] = lines[place].replace(old, new, 1)
+    return "\n".join(lines)
+
+
+def test_a_number_that_no_attempts_give_is_refused(agent_facts: CardFacts) -> None:
+    card = build_card(agent_facts)
+    sampled = card[card.index("sampled decoding") :]
+    head = card[: card.index("sampled decoding")]
+    shown = re.search(r"\| `pass@1` \| (\d\.\d{3})", sampled)
+    wrong = head + changed(sampled, "pass@1", shown[1], "0.330")
+    problems = " ".join(lint_card(wrong, evidence_text(agent_facts, ())))
+    assert "0.330" in problems
+    # Of 5 tasks with 4 attempts each nothing is 14.3 %, with or without evidence.
+    alone = (
+        "# x\n\n4 attempts per task.\n\n| model | n | pass@1 |\n|---|---|---|\n| a | 5 | 14.3% |\n"
+    )
+    assert any("14.3" in p for p in lint_card(alone))
+    uneven = alone.replace("4 attempts per task.", "4 attempts per task; some have fewer than 4 "
+                           "valid attempts.")  # fmt: skip
+    assert not any("share" in p for p in lint_card(uneven.replace("14.3", "13.3")))
+    assert any("share" in p for p in lint_card(alone.replace("14.3", "13.3")))

@@ -1,7 +1,5 @@
 """Checkpoints: complete or invisible, retention, fences, a full disk, reserved space."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

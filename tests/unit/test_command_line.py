@@ -4,8 +4,6 @@ Each case was once a traceback, a misleading answer, or an error that came hours
 run in this process, in an empty folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Comparisons of two models, or two arms over seeds, from result files written by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,12 +1,12 @@
-"""Data preparation: which rows are refused, dropped, trained on and held out."""
-
-from __future__ import annotations
+"""Data preparation: rows that are dropped or held out, a user's own rows, the synthetic world."""
 
 import json
-import subprocess
-import sys
+import random
+import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +18,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from flows import api
+from flows.cli.main import main
+from refiner_core import synthetic_words
 from refiner_core.contract.config import DataConfig, GrpoConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow
 from refiner_core.data.chat import encode_demonstration, encode_prompt
 from refiner_core.data.prepare import FILES, prepare_data
@@ -29,8 +33,12 @@ from refiner_core.data.prepared import (
     write_demonstrations,
     write_prompts,
 )
+from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.data.rows import DataRow, choose_questions, parse_row
 from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
+from refiner_core.data.synthetic import generate_rows
+from refiner_core.data.truth import score_truth
+from refiner_core.generation.load import load_tokenizer
 from tests.support.qwen_like import TEMPLATE as QWEN
 
 CHATML = (
@@ -524,12 +532,255 @@ def test_a_stop_request_ends_the_stage_as_resumable(tmp_path: Path):
     assert not (tmp_path / "report.json").exists()
 
 
-def test_planning_loads_neither_torch_nor_transformers_nor_datasets():
-    code = (
-        "import sys; from refiner_core.contract.config import DataConfig;"
-        "from refiner_core.data.sources import source_digest; source_digest(DataConfig(), 'rl');"
-        "import refiner_core.data.prepare;"
-        "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+# ---------------------------------------------------------------- rows of ones own
+
+
+def write(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in rows))
+    return path
+
+
+def bad_rows() -> list[Any]:
+    return [{"question": "x", "answer": "y"}, "not json", {"conversations": [], "rubrics": {}}]
+
+
+def test_the_examples_are_usable(tmp_path: Path) -> None:
+    for which in ("sft", "rl"):
+        file = write(tmp_path / f"{which}.jsonl", api.example_rows(which, 6))
+        check = api.check_data(file, "tiny", which=which)
+        assert (check.usable, check.problems, check.which) == (6, (), which)
+        assert check.lengths["prompt"]["max"] <= 256
+
+
+def test_every_bad_row_is_listed_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = api.example_rows("rl", 3)
+    bare = {"conversations": [{"role": "user", "content": "hi"}], "rubrics": good[0]["rubrics"]}
+    file = write(tmp_path / "rows.jsonl", [*good, *bad_rows(), bare, good[0]])
+    assert main(["data", "check", str(file), "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert (found["which"], found["rows"], found["usable"], found["refused"]) == ("rl", 8, 3, 3)
+    assert [(p["line"], p["refused"]) for p in found["problems"]] == [
+        *((4, True), (5, True), (6, True), (7, False), (8, False)),
+    ]
+    assert main(["data", "check", str(file)]) == 3
+    assert "line 5" in capsys.readouterr().out
+
+
+def test_the_data_stage_names_all_bad_rows_too(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", [*api.example_rows("rl", 3), *bad_rows()])
+    config = load_recipe("tiny", [f"data.rl_path={file}", "data.sft_path=null"])
+    tokenizer = load_tokenizer(config.model.name_or_path, config.model)
+    with pytest.raises(DataError, match=r"3 of 6 rows .*:4 .*:5 .*:6 ") as error:
+        prepare_data(config, tokenizer=tokenizer, output_dir=tmp_path)
+    assert "refiner data check" in error.value.fix
+
+
+@pytest.mark.parametrize("words", [("plan", "tiny"), ("run", "tiny"), ("init", "mine")])
+def test_nothing_begins_with_bad_rows(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows.jsonl", [*api.example_rows("rl", 3), *bad_rows()])
+    named = ["--rl", "rows.jsonl"] if words[0] == "init" else ["data.rl_path=rows.jsonl"]
+    assert main([*words, *named]) == 3
+    said = capsys.readouterr().err
+    assert all(f"rows.jsonl:{line} " in said for line in (4, 5, 6))
+    assert "3 of 6 rows" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_rows_are_dropped_for_the_reasons_of_the_data_stage(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", api.example_rows("rl", 40))
+    overrides = ["data.max_prompt_token_length=100"]
+    check = api.check_data(file, "tiny", overrides)
+    config = load_recipe("tiny", [f"data.rl_path={file}", "data.sft_path=null", *overrides])
+    tokenizer = load_tokenizer(config.model.name_or_path, config.model)
+    report = prepare_data(config, tokenizer=tokenizer, output_dir=tmp_path)
+    assert 0 < check.usable == report["rl"]["kept"]
+    assert check.held_out == report["split"]["held_out_questions"]
+
+
+def test_near_repetitions_across_the_split(tmp_path: Path) -> None:
+    rows = api.example_rows("rl", 60)
+    for number, row in enumerate(rows):
+        prompt = row["conversations"][0]["content"]
+        _, _, rest = prompt.partition("</query>")
+        extra = "exactly" if number % 2 else "precisely"
+        asked = f"Who measured the melting point of substance {number // 2} so {extra}"
+        row["conversations"][0]["content"] = f"<query>{asked}</query>{rest}"
+    check = api.check_data(write(tmp_path / "rows.jsonl", rows), "tiny")
+    assert check.near
+    for one in check.near:
+        assert (one.training_line - 1) // 2 == (one.held_out_line - 1) // 2 or one.share >= 0.7
+
+
+EVIDENCE = [{"id": "b7", "title": "T", "text": "B"}, "A wrote it."]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Q", "answer": "A", "documents": EVIDENCE},
+        {"prompt": "Q", "completion": "A", "contexts": EVIDENCE},
+        {
+            "prompt": [{"role": "user", "content": "Q"}],
+            "completion": [{"role": "assistant", "content": "A"}],
+            "snippets": EVIDENCE,
+        },
+        {
+            "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
+            "passages": EVIDENCE,
+        },
+    ],
+)
+def test_other_layouts(tmp_path: Path, row: dict[str, Any]) -> None:
+    row = {**row, "rubrics": ["Says A"], "id": 7, "split": "x"}
+    file, out = write(tmp_path / "in.jsonl", [row]), tmp_path / "out.jsonl"
+    assert api.convert_data(file, out) == {"rows": 1, "rubrics": 1}
+    (made,) = map(json.loads, out.read_text().splitlines())
+    asked, answered = made["conversations"]
+    assert asked["content"].startswith("<query>Q</query>\n<tool_output>")
+    assert answered == {"role": "assistant", "content": "A"}
+    assert made["metadata"] == {"id": 7, "split": "x"}
+    assert api.check_data(out, which="rl").usable == 1
+
+
+def test_an_unknown_layout_writes_nothing(tmp_path: Path) -> None:
+    file, out = write(tmp_path / "in.jsonl", [{"a": 1}]), tmp_path / "out.jsonl"
+    with pytest.raises(DataError, match=r"in.jsonl:1 has no known layout \(it has a\)"):
+        api.convert_data(file, out)
+    assert not out.exists()
+
+
+# ---------------------------------------------------------------- the synthetic world
+
+
+TRUTH = {
+    "facts": [
+        {"entity": "Nabsuf", "attribute": "crop", "value": "velm rota", "ids": ["S_1", "S_2"]},
+        {"entity": "Nabsuf", "attribute": "river", "value": "dorn luma", "ids": ["S_3"]},
+    ],
+    "gold_ids": ["S_1", "S_2", "S_3"],
+}
+
+
+def _user(row: dict) -> str:
+    return row["conversations"][0]["content"]
+
+
+def _demonstration(row: dict) -> str:
+    return row["conversations"][1]["content"]
+
+
+def test_rows_follow_the_schema_and_depend_on_their_seed_alone():
+    assert generate_rows("sft", 20, 3)[:5] == generate_rows("sft", 5, 3)
+    assert generate_rows("sft", 5, 3) != generate_rows("sft", 5, 4)
+    for kind, roles in (("sft", ["user", "assistant"]), ("rl", ["user"])):
+        for row in generate_rows(kind, 50, 1):
+            assert [turn["role"] for turn in row["conversations"]] == roles
+            assert set(row) == {"conversations", "rubrics", "metadata", "truth"}
+            assert row["metadata"]["refiner_mode"] == "answer_only"
+            assert {"sample_id", "tool_query"} <= set(row["metadata"])
+            json.dumps(row)
+
+
+def test_prompts_have_snippets_that_answer_and_rubrics_that_quote_them():
+    for row in generate_rows("rl", 300, 5):
+        evidence = re.findall(r"<snippet id=(S_\w{4})> (.*?)</snippet>", _user(row))
+        texts = dict(evidence)
+        assert 3 <= len(texts) == len(evidence) <= 5
+        assert len(row["truth"]["gold_ids"]) in (1, 2)
+        for fact in row["truth"]["facts"]:
+            assert fact["ids"] == [i for i, text in evidence if fact["value"] in text]
+            assert all(fact["entity"] in texts[i] for i in fact["ids"])
+            assert fact["attribute"] in texts[fact["ids"][0]]
+        rubrics = json.loads(row["rubrics"])
+        values = {fact["value"] for fact in row["truth"]["facts"]}
+        quoted = [re.findall(r'"([^"]+)"', r["description"]) for r in rubrics["positive_rubrics"]]
+        assert {phrase for phrases in quoted for phrase in phrases} == values
+        for rubric in rubrics["negative_rubrics"]:
+            (phrase,) = re.findall(r'"([^"]+)"', rubric["description"])
+            assert phrase in _user(row)
+            assert phrase not in values
+        # A missing fact costs more than all forbidden phrases together.
+        forbidden = sum(r["weight"] for r in rubrics["negative_rubrics"])
+        assert all(r["weight"] >= 2 * forbidden for r in rubrics["positive_rubrics"])
+
+
+def test_a_demonstration_is_perfect_exactly_where_it_has_no_flaw():
+    for row in generate_rows("sft", 500, 10):
+        perfect = score_truth(_demonstration(row), row["truth"])["oracle"] == 1.0
+        if row["metadata"]["flaw"] is None:
+            assert perfect
+        elif row["metadata"]["flaw"] != "format_slip":
+            assert not perfect
+
+
+def test_the_halves_of_the_world_share_no_name_value_or_id():
+    for draw in (synthetic_words.draw_name, synthetic_words.draw_value, synthetic_words.draw_id):
+        rng = random.Random(0)
+        task = {draw(rng, "task") for _ in range(5000)}
+        pretrain = {draw(rng, "pretrain") for _ in range(5000)}
+        assert not task & pretrain
+        assert len(task) > 1500
+
+
+def test_a_full_answer_scores_one():
+    text = (
+        "<answer> Nabsuf crop<snippet id=S_1, S_2> It is velm rota.</snippet>"
+        "<snippet id=S_3> The river of Nabsuf is dorn luma.</snippet></answer>"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    scores = score_truth(text, TRUTH)
+    assert scores["fact_recall"] == scores["citation_f1"] == scores["oracle"] == 1.0
+    assert scores["claims"] == 2
+
+
+def test_without_one_answer_block_and_a_claim_all_is_zero():
+    said = " The crop of Nabsuf is velm rota."
+    unopened = f"<snippet id=S_1>{said}</snippet>"
+    mistyped = f"<answer><snippet ids=S_1>{said}</snippet></answer>"
+    for text in ("", unopened, f"<answer>{unopened}", f"<answer>{said}</answer>", mistyped):
+        assert set(score_truth(text, TRUTH).values()) == {0.0}
+
+
+def test_a_value_counts_at_word_boundaries_and_with_its_entity_and_attribute():
+    def recall(inside: str) -> float:
+        return score_truth(f"<answer>{inside}</answer>", TRUTH)["fact_recall"]
+
+    assert recall("<snippet id=S_1> The crop of Nabsuf is Velm Rota.</snippet>") == 0.5
+    assert recall("<snippet id=S_1> The crop of Nabsuf is velm rotas.</snippet>") == 0.0
+    assert recall("<snippet id=S_1> The crop of Nabsut is velm rota.</snippet>") == 0.0
+    assert recall("<snippet id=S_1> It is velm rota.</snippet>") == 0.0
+    assert recall(" Nabsuf crop velm rota<snippet id=S_1> It is.</snippet>") == 0.0
+
+
+def test_a_citation_is_right_only_where_its_id_states_its_claim():
+    crop = " The crop of Nabsuf is velm rota.</snippet>"
+    wrong = score_truth(f"<answer><snippet id=S_3>{crop}</answer>", TRUTH)
+    assert (wrong["fact_recall"], wrong["citation_precision"], wrong["citation_f1"]) == (0.5, 0, 0)
+    half = score_truth(f"<answer><snippet id=S_1,S_3>{crop}</answer>", TRUTH)
+    assert half["citation_precision"] == 0.5
+    assert half["citation_recall"] == pytest.approx(1 / 3)
+
+
+def test_the_random_copier_is_well_formed_and_scores_near_its_known_floor():
+    rows, rng = generate_rows("rl", 800, 11), random.Random(0)
+    scores = []
+    for row in rows:
+        text = random_baseline_answers(_user(row), rng)
+        cited = re.findall(r"<snippet id=(\S+?)>", text)
+        assert set(cited) <= set(re.findall(r"<snippet id=(\S+?)>", _user(row)))
+        assert len(set(cited)) == len(cited) >= 1
+        scores.append(score_truth(text, row["truth"]))
+    assert 0.30 < mean(s["citation_f1"] for s in scores) < 0.42
+    assert 0.30 < mean(s["oracle"] for s in scores) < 0.43
+
+
+def test_the_random_copier_cites_what_may_be_cited_and_no_example_of_the_notation():
+    shown = "Cite like <snippet id=EXAMPLE>this</snippet>.\n<tool_output>\n"
+    evidence = "<snippet id=S_1>One fact.</snippet><snippet id=S_2>Cut short\n</tool_output>"
+    answers = {random_baseline_answers(shown + evidence, random.Random(seed)) for seed in range(20)}
+    cited = {i for answer in answers for i in re.findall(r"id=(\S+?)>", answer)}
+    assert cited == {"S_1", "S_2"}

@@ -1,7 +1,5 @@
 """Weights that a Hub has can be reclaimed; whatever a stage still waits for cannot."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,11 +1,6 @@
 """The forecast of disk space before a run: from measurements, else from the model's size."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +11,6 @@ from click.testing import CliRunner
 from flows.cli.machine import disk_command
 from flows.cli.main import main
 from flows.cli.plan import plan_command
-from flows.disk import planned_space
 from infra.disk.forecast import (
     STATE_BYTES,
     Forecast,
@@ -201,18 +195,6 @@ def test_plan_says_so_where_it_does_not_fit_and_what_takes_less(tmp_path: Path) 
     assert not (tmp_path / "none").exists()
 
 
-def test_planned_room_counts_what_may_go(workspace: Workspace) -> None:
-    plan = small_plan("data")
-    stage = claim(workspace, plan, "data")
-    save(workspace, stage.id, 1, 2, size=8 * MIB)
-    limit = DiskConfig(limit_gb=45 * MIB / GIB)
-    config = replace(plan.config, workspace=str(workspace.root), disk=limit)
-    room = planned_space([replace(plan, config=config)])
-    assert room.forecast.needed_bytes > room.free_bytes
-    assert 8 * MIB <= room.reclaimable_bytes < 9 * MIB
-    assert room.fits
-
-
 def test_disk_shows_pins_and_reclaims(workspace: Workspace) -> None:
     plan = small_plan("data")
     stage = claim(workspace, plan, "data")
@@ -242,22 +224,6 @@ def test_disk_refuses_what_it_does_not_know(
 ) -> None:
     assert main(["disk", f"workspace={tmp_path / 'none'}", *words]) == 2
     assert capsys.readouterr().err
-
-
-def test_disk_of_a_missing_workspace_writes_and_imports_nothing(tmp_path: Path) -> None:
-    script = (
-        "import sys\n"
-        "from flows.cli.main import main\n"
-        "where = f'workspace={sys.argv[1]}'\n"
-        "for words in ([], ['--json'], ['--reclaim', '--dry-run']):\n"
-        "    assert main(['disk', *words, where]) == 0\n"
-        "heavy = {'torch', 'prefect', 'submitit', 'wandb'} & set(sys.modules)\n"
-        "print('HEAVY', sorted(heavy), file=sys.stderr)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "HEAVY []" in done.stderr, done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_recorded_disk_section_counts_and_overrides_change_it(workspace: Workspace) -> None:
@@ -292,18 +258,3 @@ def test_each_published_step_takes_space(workspace: Workspace) -> None:
     assert every - final == pytest.approx(3 * 2 * weights + one_held, rel=1e-3), "steps 50 to 150"
     hub = forecast_disk([publishing_plan(target="hub")], known).final_bytes
     assert every - hub == pytest.approx(4 * weights, rel=1e-3), "nothing of it lies here"
-
-
-def test_an_export_holds_a_checkpoint_and_takes_the_measured_weights(workspace: Workspace) -> None:
-    alone = need(publishing_plan("final", keep=1), workspace)
-    plan = publishing_plan(keep=1)
-    beside = need(plan, workspace)
-    one = 4 * 10**9 * 14
-    assert beside.peak - alone.peak == one
-    assert beside.final - alone.final == one
-    assert beside.kept == alone.kept, "it may be deleted once the export is done"
-    stage = claim(workspace, plan, "grpo")
-    finish(workspace, stage.id, model_safetensors=os.urandom(3 * MIB))
-    found = need(plan, workspace, "export")
-    assert found.basis == "measured"
-    assert 3 * MIB <= found.final < 4 * MIB

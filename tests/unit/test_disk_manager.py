@@ -1,8 +1,7 @@
-"""Disk space of a real workspace: what is used, reserved and reclaimed, and what must stay."""
-
-from __future__ import annotations
+"""Disk space of a workspace: what is used, reserved and reclaimed, and what stays."""
 
 import errno
+import itertools
 import os
 import shutil
 import threading
@@ -10,41 +9,35 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infra.disk import inventory as copies_module
 from infra.disk.caches import use_node_caches
-from infra.disk.garbage_collection import carry_out, plan_reclaim
-from infra.disk.inventory import read_inventory
-from infra.disk.manager import (
-    FLOOR_BYTES,
-    SAVE_INODES,
-    DiskEvent,
-    DiskManager,
-    DiskWatch,
-    Reservations,
+from infra.disk.garbage_collection import Candidate, ReclaimOrder, carry_out, plan_reclaim
+from infra.disk.inventory import Inventory, PublishedCopy, StageFacts, Weights, read_inventory
+from infra.disk.manager import FLOOR_BYTES, DiskEvent, DiskManager, DiskWatch, Reservations
+from infra.disk.usage import (
+    DiskItem,
+    DiskSize,
+    Kind,
+    by_run_and_kind,
+    find_caches,
+    measure,
+    size_of,
+    take_inventory,
 )
-from infra.disk.probe import FreeSpace
-from infra.disk.usage import by_run_and_kind, find_caches, measure, size_of, take_inventory
 from infra.jobs.dispatcher import AttemptRef
 from infra.judgements.store import WorkspaceStore
 from infra.orchestrator.waiting import SpaceWaits
-from infra.store.checkpoints import (
-    CheckpointStore,
-    pin,
-    pins,
-    read_reclaimed,
-    reclaimed_text,
-    unpin,
-)
+from infra.store.checkpoints import CheckpointStore, pin, read_reclaimed, reclaimed_text, unpin
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig, RecipeConfig
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import AttemptOutcome, from_json
+from refiner_core.contract.records import AttemptOutcome, OutputFile, from_json
 from refiner_core.contract.types import StoredJudgement
-from refiner_core.report.printing import size
 from tests.support.disk import finish, foreign_checkpoint, published, save, weights_go
 from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
 from tests.support.probing import ProbingKeeper
@@ -198,16 +191,6 @@ def test_shortage_counts_margin_and_what_others_reserved(workspace: Workspace) -
     assert (whole.shortage(free), whole.shortage(free + 1)) == (0, 1)
 
 
-def test_inodes_can_be_reserved(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
-    disk_manager = DiskManager(workspace, DiskConfig())
-    space = FreeSpace(free_bytes=GIB, free_inodes=SAVE_INODES)
-    monkeypatch.setattr(disk_manager, "room", lambda: space)
-    disk_manager.ledger.write(ref, 0)
-    assert disk_manager.lacking(MIB) == f"{SAVE_INODES} more files and folders (inodes)"
-    assert disk_manager.lacking(MIB, ref) == "1.0 MiB", "an attempt may use its own reservation"
-
-
 def test_failed_writes_mean_no_space(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     disk_manager = DiskManager(workspace, DiskConfig())
     assert disk_manager.shortage(MIB) == 0
@@ -304,35 +287,6 @@ def test_two_saves_that_do_not_fit_together_never_run_together(workspace: Worksp
     assert (len(ended), most[0]) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("used", "text"),
-    [(3 << 39, "1.5 TiB"), (3 << 30, "3.0 GiB"), (12 << 20, "12.0 MiB"), (5 << 10, "5 KiB")],
-)
-def test_a_size_has_a_unit_that_fits(used: int, text: str) -> None:
-    assert size(used) == text
-
-
-def test_a_probe_counts_two_seconds(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    disk_manager = DiskManager(workspace, DiskConfig(), clock=lambda: clock[0])
-    written: list[int] = []
-    monkeypatch.setattr("infra.disk.manager.refusal", lambda _, size: written.append(size))
-
-    def asked(need: int, **how: bool) -> bool:
-        written.clear()
-        assert disk_manager.shortage(need, **how) == 0
-        return bool(written)
-
-    assert asked(KIB * 512)
-    assert not asked(KIB * 512)
-    assert asked(MIB), "less went through"
-    clock[0] += 1.9
-    assert not asked(MIB)
-    assert asked(MIB, fresh=True)
-    clock[0] += 2.0
-    assert asked(MIB)
-
-
 # ---------------------------------------------------------------- reclaiming
 
 
@@ -382,19 +336,6 @@ def test_an_output_that_is_finished_during_a_reclaim_stays(workspace: Workspace)
     finish(workspace, stage.id, number=2)
     assert carry_out(workspace, candidates).items == (str(outputs[0]),)
     assert (outputs[1] / "rows.jsonl").exists()
-
-
-def test_pinning_keeps_and_unpinning_gives_up(workspace: Workspace) -> None:
-    stage = claim(workspace, small_plan("data"), "data")
-    save(workspace, stage.id, 1, 2)
-    assert pin(workspace.layout, stage.id)
-    assert not pin(workspace.layout, stage.id)
-    assert pins(workspace.layout) == {stage.id}
-    disk_manager = DiskManager(workspace, DiskConfig())
-    assert disk_manager.candidates() == []
-    assert unpin(workspace.layout, stage.id)
-    assert not unpin(workspace.layout, stage.id)
-    assert len(disk_manager.candidates()) == 1
 
 
 def runs_of_code(workspace: Workspace, plan: Plan, *names: str) -> None:
@@ -572,16 +513,6 @@ def test_the_space_for_a_save_is_measured_or_computed(workspace: Workspace) -> N
     assert disk_manager.need_of(sft.id) == 4 * 10**9 * 14
 
 
-def test_caches_of_the_quota_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    for name in ("hf/hub", "compile"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "x").write_bytes(b"x" * MIB)
-    found = find_caches(("HF_HOME", "NOT_SET", str(tmp_path / "compile")))
-    assert [i.path.name for i in found] == ["hf", "compile"]
-    assert all(i.size.bytes >= MIB for i in found)
-
-
 def test_jobs_compile_into_a_private_folder_of_their_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -634,3 +565,169 @@ def test_the_watch_reports_each_crossing_once_and_reclaims_first(workspace: Work
         assert seen.wait(10)
     assert "short" not in [e.kind for e in events[3:]]
     assert steps_of(workspace, stage.id) == [2]
+
+
+# ---------------------------------------------------------------- the plan of a reclaim
+
+
+FILE = OutputFile("model/model.safetensors", 10 * MIB, "ab" * 32)
+COPY = PublishedCopy("folder", "/archive/model", {FILE.sha256: "model.safetensors"})
+WEIGHTS = Weights(Path("/ws/sft-1/output"), (FILE,), 10 * MIB, COPY)
+RUNNING = StageFacts(kind="grpo", open=True)
+DONE = StageFacts(kind="sft", done=True, kept_attempt=2, dead=frozenset({1}), weights=WEIGHTS)
+
+
+def item(
+    kind: Kind, stage_id: str, name: str, attempt: int = 0, step: int | None = None
+) -> DiskItem:
+    folder = "checkpoints" if kind in ("checkpoints", "temporary") else "attempts"
+    path = Path("/ws") / stage_id / folder / name
+    return DiskItem(path, kind, DiskSize(MIB, 2, MIB), stage_id, attempt, step)
+
+
+def checkpoint(stage_id: str, step: int) -> DiskItem:
+    return item("checkpoints", stage_id, f"step-{step:08d}", step=step)
+
+
+def stock(*items: DiskItem, complete: bool = True, **stages: StageFacts) -> Inventory:
+    found = frozenset(i.path for i in items if i.step is not None and complete)
+    return Inventory(items, {k.replace("_", "-"): v for k, v in stages.items()}, found)
+
+
+def names(candidates: list[Candidate]) -> list[str]:
+    return [c.path.name for c in candidates]
+
+
+# ---------------------------------------------------------------- order
+
+
+def everything() -> Inventory:
+    """One of each kind that may go, and what may not."""
+    base = stock(
+        checkpoint("grpo-1", 100),
+        checkpoint("grpo-1", 9),
+        checkpoint("grpo-1", 50),
+        checkpoint("sft-1", 7),
+        item("outputs", "sft-1", "0001", attempt=1),
+        item("outputs", "sft-1", "0002", attempt=2),
+        item("temporary", "sft-1", ".tmp-step-00000009-a1", attempt=1),
+        DiskItem(Path("/ws/code/old"), "code", DiskSize(MIB, 50, MIB)),
+        DiskItem(Path("/ws/code/new"), "code", DiskSize(MIB, 50, MIB)),
+        grpo_1=RUNNING,
+        sft_1=DONE,
+    )
+    return replace(base, idle_code=frozenset({"old"}))
+
+
+def test_what_costs_least_goes_first_and_steps_by_number() -> None:
+    found = plan_reclaim(everything(), None)
+    assert [(c.rank, c.path.name) for c in found] == [
+        (ReclaimOrder.LEFTOVER, ".tmp-step-00000009-a1"),
+        (ReclaimOrder.SUPERSEDED, "0001"),
+        (ReclaimOrder.FINISHED, "step-00000007"),
+        (ReclaimOrder.OLDER, "step-00000009"),
+        (ReclaimOrder.OLDER, "step-00000050"),
+        (ReclaimOrder.CODE, "old"),
+        (ReclaimOrder.WEIGHTS, "output"),
+    ]
+
+
+def test_no_more_is_deleted_than_is_needed() -> None:
+    assert names(plan_reclaim(everything(), 2 * MIB)) == [".tmp-step-00000009-a1", "0001"]
+    assert plan_reclaim(everything(), 0) == []
+    found = plan_reclaim(everything(), 1, need_inodes=20)
+    assert found[-1].rank is ReclaimOrder.CODE
+    assert sum(c.inodes for c in found) >= 20
+    assert plan_reclaim(everything(), 16 * MIB)[-1].rank is ReclaimOrder.WEIGHTS
+    assert plan_reclaim(everything(), 999 * MIB)[-1].rank is ReclaimOrder.CODE, "no weights in vain"
+
+
+def test_stored_judgements_go_last_and_oldest_first() -> None:
+    """To judge again costs calls; all else that may go costs nothing, or a download."""
+    names_ = ("old.sealed", "new.sealed", "busy.live")
+    files = [
+        DiskItem(Path("/ws/judgements") / n, "judgements", DiskSize(MIB, 1, MIB)) for n in names_
+    ]
+    base = everything()
+    full = replace(base, items=(*files, *base.items))
+    assert names(plan_reclaim(full, 17 * MIB))[-2:] == ["output", "old.sealed"]
+    assert names(plan_reclaim(full, 18 * MIB))[-2:] == ["old.sealed", "new.sealed"]
+    assert plan_reclaim(full, 999 * MIB)[-1].rank is ReclaimOrder.CODE, "none is given up in vain"
+    assert plan_reclaim(full, None) == plan_reclaim(base, None), "not without a need"
+    assert names(plan_reclaim(full, 19 * MIB))[-1] == "busy.live", "another one is begun then"
+    asked = plan_reclaim(full, None, judgements=True)
+    assert names(asked)[-3:] == [*names_], "on request"
+
+
+# ---------------------------------------------------------------- protections
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": WEIGHTS._replace(copy=None)},
+        {"pinned": True},
+        {"leased": True},
+        {"needed_by": "evaluate-sft of run 3"},
+        {"done": False},
+        {"weights": WEIGHTS._replace(gain=0)},
+    ],
+)
+def test_weights_stay_when_they_are(change: dict[str, Any]) -> None:
+    assert [c.rank for c in plan_reclaim(stock(sft_1=DONE), None)] == [ReclaimOrder.WEIGHTS]
+    assert plan_reclaim(stock(sft_1=replace(DONE, **change)), None) == []
+
+
+def test_a_stage_whose_records_cannot_be_read_is_left_alone() -> None:
+    assert plan_reclaim(stock(checkpoint("grpo-1", 1), checkpoint("grpo-1", 2)), None) == []
+
+
+def test_what_a_running_attempt_or_an_orchestrator_is_writing_stays() -> None:
+    output = item("outputs", "grpo-1", "0003", attempt=3)
+    half = item("temporary", "grpo-1", ".tmp-step-00000009-a3", attempt=3)
+    unnamed = item("temporary", "grpo-1", ".tmp-probe-1-ab")
+    assert plan_reclaim(stock(output, half, unnamed, grpo_1=RUNNING), None) == []
+    ended = replace(RUNNING, open=False, dead=frozenset({3}))
+    assert names(plan_reclaim(stock(output, grpo_1=ended), None)) == ["0003"]
+    control = item("temporary", "sft-1", "x")._replace(path=Path("/ws/sft-1/.tmp-spec.json-1-ab"))
+    assert plan_reclaim(stock(control, sft_1=replace(DONE, weights=None)), None) == []
+
+
+def test_another_trainer_s_folder_goes_only_with_its_result() -> None:
+    work = item("checkpoints", "command-1", "work")
+    running, done = StageFacts("command", open=True), StageFacts("command", done=True)
+    assert plan_reclaim(stock(work, command_1=running), None) == []
+    assert names(plan_reclaim(stock(work, command_1=done), None)) == ["work"]
+
+
+# ---------------------------------------------------------------- any stage at all
+
+
+FLAGS = ("done", "pinned", "open", "leased", "complete", "needed")
+
+
+@pytest.mark.parametrize("need", [None, 0, 2, 20])
+def test_whatever_a_stage_is_the_protected_stays(need: int | None) -> None:
+    """Never its newest complete checkpoint before it is done, and nothing that somebody reads."""
+    items = (
+        *(checkpoint("sft-1", step) for step in (9, 50, 100)),
+        *(item(kind, "sft-1", kind, 1) for kind in ("outputs", "temporary", "rollouts", "logs")),
+    )
+    for values in itertools.product((True, False), repeat=len(FLAGS)):
+        flags = dict(zip(FLAGS, values, strict=True))
+        reader, complete = "grpo" if flags.pop("needed") else "", flags.pop("complete")
+        about = StageFacts("sft", dead=frozenset({1}), weights=WEIGHTS, needed_by=reader, **flags)
+        wanted = None if need is None else need * MIB
+        chosen = plan_reclaim(stock(*items, complete=complete, sft_1=about), wanted)
+        gone, ranks = set(names(chosen)), {c.rank for c in chosen}
+        assert not gone & {"rollouts", "logs"}
+        if complete and not about.done:
+            assert "step-00000100" not in gone
+        if about.pinned:
+            assert chosen == []
+        if ReclaimOrder.WEIGHTS in ranks:
+            assert about.done
+            assert not about.leased
+            assert not about.needed_by
+        if about.leased:
+            assert ReclaimOrder.SUPERSEDED not in ranks

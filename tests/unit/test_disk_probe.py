@@ -1,7 +1,5 @@
 """Quota tools' output becomes room: the tightest of what applies, and nothing that lies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace

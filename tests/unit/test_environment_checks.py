@@ -1,7 +1,5 @@
 """Recipes of agents: refused settings, edited rules, plans, and `refiner environments`."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

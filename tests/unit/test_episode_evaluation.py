@@ -1,7 +1,5 @@
 """Evaluations of agents: numbers, errors, interruption, protocols and comparisons."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from flows.reporting.samples import SamplesReader
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import EnvironmentOutage, Interrupted
 from refiner_core.contract.fields import replace_fields
@@ -21,10 +18,7 @@ from refiner_core.evaluation.episodes import evaluate_episodes, failure_of
 from refiner_core.evaluation.metrics import episode_metrics, load_samples
 from refiner_core.evaluation.protocol import make_protocol, sampling_params
 from refiner_core.models import tiny_tokenizer
-from refiner_core.report.sweep.comparing import make_report
-from refiner_core.report.sweep.rendering import markdown, page, views_of
 from sweeps.checks import measures
-from tests.support.made_evidence import MadeSweep
 from tests.support.playing import (
     Desk,
     Plan,
@@ -101,11 +95,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.fixture(scope="module")
 def results(bench: Bench) -> dict[str, Any]:
     return bench.run(bench.player(by_attempt(PLAYED)))
-
-
-@pytest.fixture(scope="module")
-def improved(bench: Bench) -> dict[str, Any]:
-    return bench.run(bench.player(by_attempt({**PLAYED, O0: ("expert",) * 4})), name="better")
 
 
 # ---------------------------------------------------------------- numbers
@@ -310,36 +299,6 @@ def test_protocols_of_answers_keep_their_published_fingerprints() -> None:
 # ---------------------------------------------------------------- reports
 
 
-def test_arms_of_agents_are_compared_by_domain_with_their_failures(
-    bench: Bench, results: dict[str, Any], improved: dict[str, Any]
-) -> None:
-    made = MadeSweep(("before", "after"), seeds=(1,))
-    told = {}
-    for arm, found, folder in (("before", results, "out"), ("after", improved, "better")):
-        means = SamplesReader().means(bench.root / folder / "samples-sampled.parquet")
-        values = dict(zip(means.metrics, means.values, strict=True))
-        made.add(arm, 1, values, prompts=means.prompts, protocol=AGENT)
-        told[f"evaluate-grpo-{arm}-1"] = found["episodes"]["sampled"]
-    made.evaluations = {
-        stage: tuple(replace(m, episodes=told[stage]) for m in measured)
-        for stage, measured in made.evaluations.items()
-    }
-    report = make_report(made.evidence())
-    assert report.primary is not None
-    assert report.primary.key.metric == "pass@1"
-    assert report.primary.key.judge == "desk 1, user: scripted"
-    by_metric = {c.key.metric: c for c in report.comparisons}
-    after = next(n for n in by_metric["pass@4/orders"].numbers if n.arm == "after")
-    assert (after.difference, after.n, after.excluded) == (0.5, 2, 0)
-    assert by_metric["failure/no_call"].higher_is_better is False
-    assert {f["sample_id"] for f in report.flips} == {O0}
-    assert list(views_of(report))[:3] == ["summary", "arms", "attempts"]
-    (orders,) = (r for r in report.attempts if (r["arm"], r["domain"]) == ("before", "orders"))
-    assert (orders["asked"], orders["passed"], sum(orders["failures"].values())) == (8, 4, 4)
-    assert "1 seed × 4 tasks" in page(report)
-    assert "| after |" in markdown(report)
-
-
 def test_a_sweep_may_vary_training_and_not_measurement() -> None:
     config = agent_config()
     part = {f: measures(f, "pass@1", config) for f in YARDSTICK}
@@ -360,12 +319,4 @@ YARDSTICK = {
     "environment.demonstrations": False,
     "judge.model": False,
     "grpo.credit": False,
-}
-AGENT = {
-    "split": "held-out",
-    "decoding": "sampled",
-    "judge": {},
-    "rubrics": {},
-    "reward": None,
-    "environment": {"name": "desk", "version": "1", "user": "scripted"},
 }

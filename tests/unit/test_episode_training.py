@@ -1,7 +1,5 @@
 """GRPO on episodes: the rollouts, the metrics, the errors, and resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

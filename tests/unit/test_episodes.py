@@ -1,7 +1,5 @@
 """Concurrent episodes: records, tokens, limits, outages, stops and reproducibility."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -21,10 +19,7 @@ from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, SamplingParams, TurnScheduler
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.episode_runner import EpisodeRequest, EpisodeSettings
-from refiner_core.environments.episodes import (
-    Workers,
-    run_episodes,
-)
+from refiner_core.environments.episodes import run_episodes
 from refiner_core.environments.protocol import EpisodeRecord, Task, record_from_json
 from refiner_core.models import tiny_tokenizer
 from tests.support.command import ROOT, wait_until
@@ -455,19 +450,6 @@ def test_a_generator_that_ends_early_closes_all(
 
 
 # ---------------------------------------------------------------- threads of tools
-
-
-def test_urgent_work_is_done_before_older_work() -> None:
-    pool, order, free = Workers(1), [], threading.Event()
-    pool.submit(0, lambda: free.wait(30), 30.0)
-    for key in (1, 2):
-        pool.submit(key, lambda key=key: order.append(key), 30.0, urgent=False)
-    for key in (3, 4):
-        pool.submit(key, lambda key=key: order.append(key), 30.0)
-    free.set()
-    wait_until(lambda: pool.ended(1.0) and len(order) == 4, "all work", 30)
-    pool.abandon()
-    assert order == [3, 4, 1, 2]
 
 
 def test_a_tool_that_hangs_does_not_keep_the_process_from_ending() -> None:

@@ -3,8 +3,6 @@
 Where this is wrong, training weighs tokens by probabilities that they never had.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,6 +1,4 @@
-"""Another trainer: its command, output, end, checkpoints and exports."""
-
-from __future__ import annotations
+"""Another trainer: its command, output, end, checkpoints, exports, and how it is adopted."""
 
 import io
 import json
@@ -15,11 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flows.adopting import adopt_run
 from infra.external.checkpoints import (
     damage,
     find_checkpoints,
@@ -28,7 +28,7 @@ from infra.external.checkpoints import (
     remove,
     unfinished,
 )
-from infra.external.detection import choose, detect
+from infra.external.detection import choose, contents_damage, detect
 from infra.external.exports import find_export, link_or_copy, make_model, require_whole
 from infra.external.process import (
     LineReader,
@@ -43,6 +43,7 @@ from infra.external.process import (
 )
 from infra.jobs.failures import classify
 from infra.process.child import MARK, kill_stale_processes
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.types import Progress
@@ -111,15 +112,6 @@ def test_damage_is_seen_in_the_file(tmp_path: Path, name: str, content: bytes, s
     assert says in (damage(path) or "")
 
 
-def test_shards_of_an_index_are_required(tmp_path: Path) -> None:
-    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "model-1-of-2.safetensors").write_bytes(tensors())
-    assert "model-2-of-2.safetensors is missing" in (damage(tmp_path) or "")
-    (tmp_path / "model-2-of-2.safetensors").write_bytes(tensors())
-    assert damage(tmp_path) is None
-
-
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -184,15 +176,6 @@ def test_files_that_only_some_checkpoints_have_are_not_required(tmp_path: Path) 
     (path / "events.out.tfevents.1700000003.1").write_text("x")
     (tmp_path / "checkpoint-10" / "best.json").write_text("{}")
     assert [c.damage for c in find_checkpoints(tmp_path, RULE)] == ["", "", ""]
-
-
-def test_unfinished_checkpoints_are_deleted(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        checkpoint(tmp_path, step)
-    checkpoint(tmp_path, 5, data=b"")
-    wrong = replace(RULE, complete="file:no-such-file")
-    remove(unfinished(find_checkpoints(tmp_path, wrong)))
-    assert [c.step for c in find_checkpoints(tmp_path, wrong)] == [10, 20]
 
 
 def test_older_checkpoints_are_deleted_and_the_newest_complete_one_stays(tmp_path: Path) -> None:
@@ -505,3 +488,98 @@ def test_an_oom_kill_of_a_neighbour(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert kernel_oom_kills(tmp_path) == expected
+
+
+# ---------------------------------------------------------------- adopting
+
+
+PAGES = np.arange(1, 64 * 1024 + 1, dtype=np.float32).reshape(256, 256)
+
+
+def safetensors(path: Path, **tensors: tuple[str, np.ndarray]) -> Path:
+    """A file with arrays under the names of types that NumPy need not know."""
+    header, data = {}, b""
+    for name, (dtype, array) in tensors.items():
+        begin, data = len(data), data + array.tobytes()
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(array.shape),
+            "data_offsets": [begin, len(data)],
+        }
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def whole_checkpoint(run: Path, step: int) -> Path:
+    folder = run / f"checkpoint-{step}"
+    safetensors(folder / "model.safetensors", w=("F32", PAGES), b=("F32", np.zeros(4096, "<f4")))
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def make_hole(path: Path) -> None:
+    """As a file system leaves a file that was being written when its node died."""
+    size = path.stat().st_size
+    os.truncate(path, size // 4)
+    os.truncate(path, size)
+
+
+def make_nan(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    data[8 + length + 400 : 8 + length + 404] = struct.pack("<f", float("nan"))
+    path.write_bytes(data)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(("harm", "says"), [(make_hole, "is empty"), (make_nan, "holds NaN")])
+def test_a_checkpoint_without_numbers_is_skipped(tmp_path: Path, harm: object, says: str) -> None:
+    """Its header is whole, so it would be published and evaluated."""
+    run = tmp_path / "run"
+    whole_checkpoint(run, 10)
+    harm(whole_checkpoint(run, 20) / "model.safetensors")
+    where = [f"workspace={tmp_path / 'ws'}"]
+    for dry_run in (True, False):
+        report = adopt_run(run, where, dry_run=dry_run)
+        assert report["step"] == 10
+        assert [c["complete"] for c in report["checkpoints"]] == [True, False]
+        assert says in report["checkpoints"][1]["note"]
+    with pytest.raises(ConfigurationError, match=rf"model\.safetensors: .*{says}"):
+        adopt_run(run, where, step=20)
+
+
+def test_zeros_of_trained_models_are_no_damage(tmp_path: Path) -> None:
+    """Biases, rows of words that never came, and most of a pruned matrix."""
+    words = PAGES.copy()
+    words[150:] = 0
+    pruned = np.where(PAGES % 10 == 0, PAGES, 0).astype("<f4")
+    zeros = np.zeros((1, 8192), "<f4")
+    path = safetensors(
+        tmp_path / "model.safetensors",
+        words=("F32", words),
+        pruned=("F32", pruned),
+        bias=("F32", zeros),
+    )
+    assert contents_damage(path) is None
+
+
+@pytest.mark.parametrize("offsets", [[0, 7], [-9, 11], [16, 0], "no", None])
+def test_a_wrong_header_is_damage(tmp_path: Path, offsets: object) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": offsets}})
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\1" * 16)
+    assert contents_damage(path)
+
+
+# ---------------------------------------------------------------- links
+
+
+def test_a_workspace_of_refiner_is_not_adopted(tmp_path: Path) -> None:
+    theirs = Workspace.open(tmp_path / "theirs")
+    with pytest.raises(ConfigurationError, match=f"refiner resume workspace={theirs.root}"):
+        adopt_run(theirs.root, [f"workspace={tmp_path / 'ws'}"])

@@ -1,7 +1,5 @@
 """The fetch stage and a Hub on loopback: downloads, interruptions, wrong names, offline reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

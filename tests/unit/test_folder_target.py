@@ -1,7 +1,5 @@
 """Publishing into folders: layout, links, failures. What a Hub does alike is in test_hub."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

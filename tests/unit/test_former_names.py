@@ -1,7 +1,5 @@
 """Former names that still work, with a warning, for one release."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Runs are recorded without training (tests.support.recorded_run); sweeps are drawn.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,11 +1,7 @@
 """Generation: samples, their log-probabilities, their ends; loading of models."""
 
-from __future__ import annotations
-
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -318,11 +314,6 @@ def test_damaged_files_of_a_model_are_no_bug_of_ours(tmp_path: Path) -> None:
         load_model(str(tmp_path), ModelConfig())
     with pytest.raises(ConfigurationError, match=r"tokenizer of .* cannot be loaded \(KeyError"):
         load_tokenizer(str(tmp_path), ModelConfig())
-
-
-def test_importing_the_loader_does_not_import_torch() -> None:
-    code = "import sys, refiner_core.generation.load; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("load", [load_tokenizer, load_model])

@@ -1,7 +1,5 @@
 """A stage waits for GPUs of this machine, with its judge, and says for which."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from infra.host.gpus import GpuRoom

@@ -1,7 +1,5 @@
 """Health checks of training: what each finds, noise that is no finding, policies, resume."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -3,8 +3,6 @@
 What is read from the source alone is asked by :mod:`tests.lint`, which ``make lint`` runs too.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Errors of the Hub: waits, classes, masked credentials; files that are sent to it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

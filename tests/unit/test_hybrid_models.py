@@ -1,7 +1,5 @@
 """Models with recurrent layers train, sample and evaluate as each sample alone would."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Questions to a judge and its replies: calls, keys, schemas, fences, prompts, parsed scores."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -21,13 +19,7 @@ from refiner_core.contract.records import StageSpec
 from refiner_core.contract.types import Judgement, JudgeRequest
 from refiner_core.judges import calls as parsing
 from refiner_core.judges import judge_prompts_digest, parse_judgement
-from refiner_core.judges.calls import (
-    ChatCall,
-    parse_batch,
-    plan_calls,
-    read_reply,
-    request_body,
-)
+from refiner_core.judges.calls import ChatCall, parse_batch, plan_calls, read_reply, request_body
 from refiner_core.judges.prompting import fence, load_judge_prompts
 
 V1 = Path(parsing.__file__).parent / "prompts" / "v1"
@@ -276,14 +268,6 @@ def test_a_reply_without_a_judgement_has_a_reason(raw: bytes, reason: str, final
     found = read_reply(raw, one_call())
     assert found.judgements is None
     assert (found.reason, found.final) == (reason, final)
-
-
-def test_reasoning_before_a_score_is_seen_with_and_without_a_parser() -> None:
-    for raw in (reasoned('{"score": 2}'), chat('It fits.</think>{"score": 2}')):
-        found = read_reply(raw, one_call())
-        assert (found.judgements, found.reasoned) == (scored(1.0), True)
-    for text in ('{"score": 2, "why": "</think>"}', '<think>\n\n</think>\n{"score": 2}'):
-        assert not read_reply(chat(text), one_call()).reasoned
 
 
 # ---------------------------------------------------------------- fences

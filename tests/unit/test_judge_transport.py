@@ -1,10 +1,8 @@
 """A judge over HTTP: requests, retries, deadlines, costs, outages and keys.
 
 Against a scripted server with counters of its own. Whole steps under faults are in
-``tests/integration/test_judge_faults.py``, the rules of breakers in ``test_judge_breaker.py``.
+``tests/integration/test_judge_faults.py``, the rules of breakers in ``test_judges.py``.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -330,22 +328,6 @@ def test_a_stop_ends_the_wait_for_servers(judge_at: Any) -> None:
     with pytest.raises(Interrupted):
         judge.judge(requests(9))
     assert stop.is_set()
-
-
-def test_a_server_that_comes_back_elsewhere_is_found(judge_at: Any) -> None:
-    with JudgeServer(lambda body, call: score(2)) as server:
-        asked: list[str] = []
-
-        def endpoints() -> list[Endpoint]:
-            asked.append(NOBODY if not asked else server.base_url)
-            return [Endpoint(asked[-1])]
-
-        judge = judge_at(None, JudgeContext(endpoints=endpoints), outage_patience_s=30.0)
-        assert {j.score for j in judge.judge(requests(8))} == {1.0}
-    usage = judge.usage()
-    assert usage.answers == {200: 8}
-    assert usage.calls == 8 + usage.lost["refused"]
-    assert usage.failed == 0
 
 
 @pytest.mark.slow

@@ -1,13 +1,10 @@
 """The workspace's store of judgements: what it keeps, which damage it survives, its size."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
 import struct
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +79,6 @@ def test_jobs_see_each_others_judgements_while_they_run_and_after(folder: Path) 
             assert one.get([key(100 + number), key(number), key(99)]) == [NO, third, None]
     assert len(list_segments(folder)) == 2, "a file for each writer, in the folder"
     assert known(folder, range(104)) == 6
-
-
-def test_threads_share_a_store(folder: Path) -> None:
-    with opened(folder) as one, ThreadPoolExecutor(4) as pool:
-
-        def work(first: int) -> bool:
-            for number in range(first, first + 1000):
-                one.put(key(number), YES)
-                if number % 250 == 0:
-                    one.flush()
-            return all(one.get([key(n) for n in range(first, first + 1000)]))
-
-        assert all(pool.map(work, range(0, 4000, 1000)))
-    assert known(folder, range(4000)) == summarise(folder)["judgements"] == 4000
 
 
 def test_a_failed_judgement_cannot_be_kept_and_a_reader_writes_nothing(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """A model that cannot do what a recipe asks for is refused when the plan is made, by its files."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Mapping

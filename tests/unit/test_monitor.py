@@ -1,7 +1,5 @@
 """The gold monitor of GRPO: training is the same with it, and it ends or pauses where it should."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +8,7 @@ import pytest
 
 from flows.durations import monitor_cost
 from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    Interrupted,
-    JudgeOutage,
-    MonitorPause,
-)
+from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage, MonitorPause
 from refiner_core.contract.loading import load_recipe
 from refiner_core.training import monitor
 from refiner_core.training.monitor import Gold, choose_rows

@@ -23,8 +23,6 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import NotifyConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe
-from refiner_core.contract.plan import make_plan
-from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.sections.steering import NotifyChannel
 from refiner_core.contract.types import StageView
 from tests.support.command import wait_until
@@ -177,16 +175,6 @@ def test_a_section_that_cannot_work_is_refused_without_repeating_it(override, sa
     with pytest.raises(ConfigurationError, match=says) as refused:
         check_config(load_recipe("tiny", [override]))
     assert "SECRET" not in str(refused.value)
-
-
-def test_notifications_change_no_stage_and_are_off_in_old_records() -> None:
-    loud = NotifyConfig(on=(), command="x", urls=("Y",), webhook="Z", after_min=3, pause_min=9)
-    plain, told_of = RecipeConfig(), replace(RecipeConfig(), notify=loud)
-    ids = [[s.id for s in make_plan(c, {}).stages] for c in (plain, told_of)]
-    assert ids[0] == ids[1]
-    old = to_json(plain)
-    del old["notify"]
-    assert from_json(RecipeConfig, old).notify == NotifyConfig()
 
 
 def test_a_missing_address_is_reported_before_the_run(tmp_path, monkeypatch, capsys) -> None:

@@ -15,8 +15,6 @@ from flows.cards.reproduction import recipe_text, restated, stands_for
 from flows.checking.sources import protocol_sources, resolve_sources
 from flows.running.calls import make_recipe_plan
 from flows.why.explanation import figures_of_stages, parse_query
-from infra.disk.forecast import evaluation_samples
-from infra.store.workspace import Workspace
 from refiner_core.cards.public import public_protocol
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
@@ -33,7 +31,6 @@ from refiner_core.contract.protocols import (
 )
 from refiner_core.contract.recipes import load_protocol, shipped_protocols
 from refiner_core.contract.records import from_json, to_json
-from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.protocol import make_protocol
 from refiner_core.rubrics import rubric_set_path
 from tests.support.recorded_run import RecordedRun
@@ -218,25 +215,6 @@ def test_a_served_judge_has_its_own_server_unless_an_equal_one_exists(tmp_path: 
     assert stages["evaluate-sft@own"].after == ("judge@own",)
     only = plan_of(tiny(own, more=("only=[evaluate-base@own]",)))
     assert "judge@own" in only, "who asks for one evaluation gets the judge that it needs"
-
-
-def test_a_stage_works_with_the_configuration_of_its_protocol(tmp_path: Path) -> None:
-    own = 'data: {rl_path: "builtin:synthetic", synthetic_rl_rows: 9, synthetic_seed: 7}'
-    file = write(tmp_path, f"evaluate: {{max_prompts: 3, decoding: [greedy]}}\n{own}")
-    run = RecordedRun(tmp_path / "ws", f"evaluate.protocols=[{file}]")
-    Path(file).unlink()
-    run.carry_out("data@mine")
-    run.claim("evaluate-base@mine")
-    paths = run.workspace.layout.attempt(run.stage("evaluate-base@mine").id, 1)
-    recorded = from_json(RecipeConfig, Workspace.open(tmp_path / "ws").part(paths, "config"))
-    assert recorded.evaluate.max_prompts == 3
-    assert recorded == run.plan.config_of(run.stage("evaluate-base@mine"))
-    assert check_config(recorded), "it can be read, and rescored, as a configuration of its own"
-    folder = run.workspace.output_dir(run.stage("data@mine").id)
-    assert folder is not None
-    rows = [len(load_prompts(folder / f"rl_{side}.parquet")) for side in ("train", "test")]
-    assert rows == [0, run.plan.config_of(run.stage("data@mine")).data.synthetic_rl_rows]
-    assert evaluation_samples(recorded) == 3 * (recorded.evaluate.num_samples + 1)
 
 
 def test_sources_of_a_protocol_are_found_and_fetched_as_its_own(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The next action per stage follows from records and observations alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -91,12 +89,6 @@ DATA_DONE = (DATA, record(DATA, attempt(1, "none"), done=True))
 # ---------------------------------------------------------------- beginning
 
 
-def test_nothing_recorded_launches_only_what_needs_no_input() -> None:
-    actions = decide([])
-    assert actions["data"] == Launch(DATA, 0)
-    assert all(isinstance(a, Wait) for n, a in actions.items() if n != "data")
-
-
 def test_inputs_done_launch_in_the_plans_order_up_to_the_limit() -> None:
     actions = decide([DATA_DONE])
     assert isinstance(actions["data"], Finish)
@@ -123,14 +115,6 @@ def test_two_light_stages_run_beside_the_local_slots() -> None:
     plan = Plan("light", PLAN.config, (DATA, *light))
     actions = reconcile(plan, {}, Observation(), CallRules(max_parallel=1))
     assert [type(a) for a in actions] == [Launch, Launch, Launch, Wait]
-
-
-def test_one_stage_under_two_names_is_launched_once() -> None:
-    twin = replace(SFT, name="sft-again")
-    plan = Plan("twins", PLAN.config, (DATA, SFT, twin))
-    union = union_of([stages_by_id(plan)])
-    actions = reconcile_union(*union, {DATA.id: DATA_DONE[1]}, Observation(), POLICY)
-    assert {i: type(a) for i, a in actions.items()} == {DATA.id: Finish, SFT.id: Launch}
 
 
 # ---------------------------------------------------------------- an attempt without an outcome
@@ -198,11 +182,6 @@ def test_an_attempt_that_was_not_observed_is_never_given_up(
     seen: Mapping[str, AttemptStatus],
 ) -> None:
     assert isinstance(decide([(DATA, record(DATA, attempt(1)))], seen)["data"], Wait)
-
-
-def test_a_result_counts_even_if_the_outcome_is_missing() -> None:
-    stage = (DATA, record(DATA, attempt(1), done=True))
-    assert isinstance(decide([stage], {DATA.id: AttemptStatus(1, "dead")})["data"], Finish)
 
 
 def test_an_end_that_cannot_be_recorded_waits_for_room() -> None:
@@ -410,14 +389,6 @@ def test_a_ready_server_counts_while_it_runs(seen: AttemptStatus | None) -> None
     assert isinstance(actions["grpo"], Wait)
 
 
-def test_a_server_takes_no_local_slot_so_that_one_slot_suffices() -> None:
-    one = replace(POLICY, max_parallel=1)
-    actions = decide_served(
-        SERVED_DATA, judge_record(attempt(1)), seen=JUDGE_LIVE, ready=(1,), policy=one
-    )
-    assert isinstance(actions["grpo"], Launch)
-
-
 def test_no_server_is_started_for_a_trainer_that_has_no_slot_yet() -> None:
     busy = {"sft-of-another-recipe": AttemptStatus(1, "live")}
     other = record(SFT, attempt(1))
@@ -441,17 +412,6 @@ def test_a_lost_server_is_replaced(end: FailureClass) -> None:
     assert isinstance(actions["evaluate-base"], Wait)
     assert actions["judge"] == Launch(JUDGE, 1)
     assert actions["grpo"] == Wait(GRPO, "runs", 1)
-
-
-def test_a_dead_server_is_closed_before_the_next_one_starts() -> None:
-    silent = outcome_of("killed", "gone")
-    seen = {
-        JUDGE.id: AttemptStatus(1, "dead", silent_end=silent),
-        GRPO.id: AttemptStatus(1, "live"),
-    }
-    grpo = (GRPO, record(GRPO, attempt(1)))
-    actions = decide_served(SERVED_DATA, judge_record(attempt(1)), grpo, seen=seen, ready=(1,))
-    assert actions["judge"] == CloseAttempt(JUDGE, 1, silent)
 
 
 def test_a_server_that_answered_clears_the_count() -> None:
@@ -520,19 +480,4 @@ def test_a_stop_leaves_no_server_behind_and_starts_none() -> None:
     assert isinstance(ended["judge"], Idle)
 
 
-def test_a_cancelled_server_blocks_its_stages() -> None:
-    cancelled = replace(POLICY, cancelled=frozenset({JUDGE.id}))
-    actions = decide_served(SERVED_DATA, policy=cancelled)
-    assert isinstance(actions["judge"], Fail)
-    assert actions["grpo"] == Block(GRPO, "judge", "interrupted")
-
-
 # ---------------------------------------------------------------- whole campaigns under faults
-
-
-def test_reconcile_does_not_change_what_it_is_given() -> None:
-    records = {DATA.id: record(DATA, attempt(1, "killed"))}
-    observed, before = Observation({}), dict(records)
-    first = reconcile(PLAN, records, observed, POLICY)
-    assert reconcile(PLAN, records, observed, POLICY) == first
-    assert records == before

@@ -127,15 +127,6 @@ def rows_file(folder: Path) -> Path:
     return path
 
 
-def test_a_local_file_is_named_without_its_folder(tmp_path: Path) -> None:
-    path = rows_file(tmp_path)
-    made = run_of("tiny", f"data.rl_path={path}")
-    found = reproduce(made)
-    assert str(tmp_path) not in found["command"]
-    assert found["sources"] == {"my rows.jsonl": hashlib.sha256(path.read_bytes()).hexdigest()}
-    assert fingerprint(found, made) == made.fingerprint
-
-
 def test_the_command_needs_the_files_and_no_records(tmp_path, monkeypatch) -> None:
     """The command line alone, in a folder with the same files."""
     from refiner_core.models import tiny_model_dir

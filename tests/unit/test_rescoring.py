@@ -23,7 +23,6 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow, RewardResult
 from refiner_core.rescoring.compare import (
     best_samples,
-    common_prompts,
     compare,
     judges_agree,
     kendall_tau_b,
@@ -34,12 +33,8 @@ from refiner_core.rescoring.rollouts import (
     Scores,
     StoredRollout,
     fidelity,
-    items_of,
     judge_identity,
-    questions_of,
-    recorded,
     scores_under,
-    some_groups,
     stored_rollouts,
     with_advantages,
 )
@@ -155,19 +150,6 @@ def stored_by(judge: Any, reward: RewardConfig, texts: Sequence[str]) -> list[St
     return stored_rollouts(rows, [prompt])
 
 
-def test_stored_judgements_answer_the_questions_that_they_were_given_to() -> None:
-    reward = RewardConfig()
-    rollouts = stored_by(Asked(), reward, [ANSWER, ANSWER.replace("Well", "So"), "none"])
-    questions = questions_of(items_of(rollouts), reward)
-    assert [len(q) for q in questions] == [4, 4, 0], "a malformed answer is not asked about"
-    known = recorded(rollouts, questions)
-    assert len(known) == 6
-    again = scores_under(rollouts, reward, RecordedJudge(known), "standard")
-    proof = fidelity(rollouts, again)
-    assert proof["exact"]
-    assert proof["warning"] == ""
-
-
 def test_totals_that_differ_from_stored_ones_are_counted() -> None:
     rollouts = stored_by(Asked(), RewardConfig(), [ANSWER, ANSWER.replace("Well", "So")])
     results, advantages = [r.result for r in rollouts], [r.advantage for r in rollouts]
@@ -177,13 +159,6 @@ def test_totals_that_differ_from_stored_ones_are_counted() -> None:
         found = fidelity(rollouts, Scores([changed, results[1]], advantages))
         assert not found["exact"]
         assert "1 of 2 totals differ" in found["warning"]
-
-
-def test_fewer_groups_are_a_part_of_more() -> None:
-    rollouts = [rollout(f"g{g}", i) for g in range(9) for i in range(3)]
-    names = [{r.group for r in some_groups(rollouts, n)} for n in (2, 5, 99)]
-    assert names[0] < names[1] < names[2]
-    assert [len(n) for n in names] == [2, 5, 9]
 
 
 # ---------------------------------------------------------------- judges and settings
@@ -278,14 +253,6 @@ def test_equal_policies_share_a_rank() -> None:
     values = {"a": {"own": same, "x": same}, "b": {"own": [0.3, 0.5], "x": same}}
     found = make_matrix("total", {n: policy(same) for n in values}, values, resamples=5)
     assert found["ranks"]["own"] == {"a": 1, "b": 1}
-
-
-def test_policies_are_compared_on_the_prompts_that_all_have() -> None:
-    three, two = policy([1, 2, 3]), policy([1, 2])
-    shared = common_prompts({"a": three, "b": two})
-    assert [len(r) for r in shared.values()] == [2, 2]
-    with pytest.raises(ConfigurationError, match="no prompt in common"):
-        common_prompts({"a": three, "b": [rollout("g/other", 0)]})
 
 
 def test_agreement_is_of_what_both_have_judged() -> None:

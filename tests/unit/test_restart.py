@@ -1,7 +1,5 @@
 """A job that Slurm restarts continues once; a worker knows the reason of each stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -358,18 +356,6 @@ def run(workspace: Workspace, plan: Plan) -> Callable[[], AttemptRun]:
     stage = plan.by_name["data"]
     workspace.claim_attempt(stage, plan.config, {}, StageClaim(OWNER, "local"))
     return lambda: AttemptRun(workspace, stage.id, 1, own_log=False)
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2], ids=str
-)
-def test_each_signal_only_raises_a_flag(run: Callable[[], AttemptRun], number: int) -> None:
-    before = signal.getsignal(number)
-    with run() as attempt:
-        assert not attempt.io.should_stop()
-        os.kill(os.getpid(), number)
-        assert attempt.io.should_stop()
-    assert signal.getsignal(number) is before
 
 
 def test_the_outcome_names_the_request(run: Callable[[], AttemptRun], workspace: Workspace) -> None:

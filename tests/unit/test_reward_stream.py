@@ -9,7 +9,7 @@ import pytest
 
 from infra.jobs.failures import budget_left, classify
 from refiner_core.contract.config import JudgeConfig, RetryConfig, RewardConfig
-from refiner_core.contract.errors import Interrupted, JudgeOutage, JudgeUnusable
+from refiner_core.contract.errors import JudgeOutage, JudgeUnusable
 from refiner_core.contract.records import Attempt
 from refiner_core.contract.types import Judgement, JudgeRequest, JudgeUsage, PromptRow, RewardResult
 from refiner_core.data.synthetic import generate_rows
@@ -90,17 +90,6 @@ def test_a_judge_that_streams_has_each_rollout_before_the_next_is_there():
     judge.gate.set()
     assert stream.results() == compute_rewards(items, REWARD, LexicalJudge())
     assert judge.at_once == 0
-
-
-@pytest.mark.parametrize("error", [JudgeOutage("no server"), Interrupted("asked to stop")])
-def test_an_error_of_the_judge_reaches_the_waiting_caller(error):
-    judge = ThreadedJudge()
-    judge.error = (2, error)
-    stream = RewardStream(REWARD, judge)
-    for place, item in enumerate(rollouts(4)):
-        stream.add(place, item)
-    with pytest.raises(type(error)):
-        stream.results()
 
 
 def test_a_judge_that_loses_a_judgement_is_a_bug_and_no_reward():

@@ -1,7 +1,5 @@
 """Parts of a run's report that need no run: points, prompts, rewards, markup and hidden secrets."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -15,17 +13,15 @@ import pytest
 from flows.reporting.run.report import changed_settings, masked_overrides
 from flows.reporting.run.results import choose, points_of, text_in_evaluation, text_in_training
 from flows.reporting.samples import SamplesReader
-from infra.host.secrets import HIDDEN, masked, without_secrets
+from infra.host.secrets import HIDDEN, without_secrets
 from infra.store.traces import MetricsLine, read_metrics
 from refiner_core.answers import parse_answer
 from refiner_core.contract.config import PenaltiesConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.records import to_json
 from refiner_core.report.printing import plain
-from refiner_core.report.run.rendering import page
-from refiner_core.report.transcripts import answer_markup, evidence_of, spans
+from refiner_core.report.transcripts import answer_markup, evidence_of
 from refiner_core.rewards.combine import total_reward
 from refiner_core.rewards.penalties import prices_of
-from tests.support.run_reports import empty_report, hostile_report
 
 REWARD = RewardConfig()
 
@@ -194,16 +190,6 @@ def test_no_override_shows_a_secret(word: str) -> None:
     assert "abc123xyz" not in masked_overrides([word])[0]
 
 
-def test_secrets_of_the_environment_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_WEBHOOK", "https://chat.example/hooks/T01/abc")
-    monkeypatch.setenv("OPENAI_API_KEY", "opaque-key-1")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "falsehood")
-    said = masked(
-        "POST https://chat.example/hooks/T01/abc with opaque-key-1: falsehood, sk-abcdefgh1"
-    )
-    assert said == "POST *** with ***: falsehood, ***"
-
-
 # ---------------------------------------------------------------- large files
 
 
@@ -248,21 +234,3 @@ def test_claims_are_numbered_as_by_the_judge() -> None:
         ) == plain(text), "nothing is lost or added"
         single += parsed.body is not None
     assert single > 2_000
-
-
-def test_pieces_of_a_text_make_the_text_again() -> None:
-    rng = random.Random(2)
-    for _ in range(2_000):
-        text = "".join(rng.choice(_PIECES) for _ in range(rng.randrange(14)))
-        for any_case in (False, True):
-            found = list(spans(text, any_case=any_case))
-            assert "".join(s.before + s.text + s.after for s in found) == text
-
-
-@pytest.mark.parametrize("make", [hostile_report, empty_report])
-def test_a_page_is_text_that_a_file_can_hold(make: object) -> None:
-    assert callable(make)
-    text = page(make())
-    text.encode("utf-8")
-    assert "\x00" not in text
-    assert "default-src 'none'" in text

@@ -199,18 +199,6 @@ def test_a_crash_in_a_batch_changes_no_bit(straight: Bench, tmp_path, lacking) -
         assert io.comparable_metrics() == straight.io("out").comparable_metrics()
 
 
-def test_a_stop_is_honoured_between_batches(straight: Bench, tmp_path: Path) -> None:
-    bench, io = Bench(tmp_path), FolderStageIO(tmp_path / "io")
-    io.stop_at = 1
-    with pytest.raises(Interrupted, match="1 of 4 batches"):
-        bench.run(answer_recipe(**LOW, save_freq=10), io=io)
-    assert io.checkpoint_steps() == [1]
-    io.stop_at = None
-    bench.run(answer_recipe(**LOW, save_freq=10), io=io)
-    assert bench.calls == 3
-    assert bench.files() == straight.files()
-
-
 def test_an_outage_of_a_streaming_judge_loses_no_attempt(straight: Bench, tmp_path) -> None:
     bench, io = Bench(tmp_path), FolderStageIO(tmp_path / "io")
     judge = ThreadedJudge()

@@ -1,7 +1,5 @@
 """The Prefect server: one per user and node, started once; one that cannot be used is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Servers of judges: the command line, keys, leases, and the life of a server process."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

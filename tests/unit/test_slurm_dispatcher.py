@@ -233,20 +233,6 @@ def test_a_moved_workspace_is_no_copy(fake: FakeSlurm, campaign: Campaign, tmp_p
     assert Campaign(tmp_path / "there", poll_s=0.0).status(request).liveness == "live"
 
 
-def test_stop_reaches_running_jobs_and_kill_all(fake: FakeSlurm, campaign: Campaign) -> None:
-    (request,) = campaign.submit(campaign.claim())
-    assert not campaign.dispatcher.stop(campaign.open(request)), "it queues"
-    assert fake.calls("scancel") == []
-    campaign.dispatcher.release(campaign.open(request))
-    assert fake.calls("scontrol")[-1]["arguments"] == ["release", "101"]
-    fake.set_jobs({"101": {**fake.jobs["101"], "state": "RUNNING"}})
-    assert campaign.dispatcher.stop(campaign.open(request))
-    (call,) = fake.calls("scancel")
-    assert call["arguments"][-2:] == ["--signal=TERM", "101"]
-    campaign.dispatcher.kill(campaign.open(request))
-    assert fake.calls("scancel")[-1]["arguments"] == ["101"]
-
-
 def test_failing_commands_are_an_outage(fake: FakeSlurm, campaign: Campaign, monkeypatch) -> None:
     """A file system that hiccups, and a login node on which no more processes may be started."""
     (request,) = campaign.submit(campaign.claim())
@@ -294,13 +280,6 @@ def test_queries_are_split_into_commands_of_a_safe_length(fake: FakeSlurm) -> No
             option, _, text = argument.partition("=")
             asked.get(option, []).append(text.split(","))
     assert asked == {"--jobs": [ids[:500], ids[500:]], "--name": [names[:500], names[500:]]}
-
-
-def test_jobs_are_found_by_ids_and_names_together(fake: FakeSlurm) -> None:
-    fake.set_jobs({i: {"state": "RUNNING", "name": f"n{i}"} for i in ("7", "8", "9")})
-    for ids, names in ((["7"], []), (["7"], ["n8"]), (["7", "8"], []), ([], ["n8"])):
-        found = {row["id"] for row in RealSlurm().shown(ids, names)}
-        assert found == {*ids, *(name.removeprefix("n") for name in names)}
 
 
 def test_a_command_that_hangs_is_given_up(fake: FakeSlurm) -> None:

@@ -1,21 +1,12 @@
 """Stalls: what a phase may take, and which rank is the cause. Virtual time, no processes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 
 from infra.attempt.attempt import stall_clock
 from infra.attempt.rank_watch import RankWatch
-from infra.attempt.stalls import (
-    PhaseTimes,
-    RankState,
-    StallClock,
-    find_laggard,
-    merged,
-    times_of,
-)
+from infra.attempt.stalls import PhaseTimes, RankState, StallClock, find_laggard, merged, times_of
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.types import Progress
 from tests.support.slow_runs import killed_healthy_run
@@ -103,78 +94,62 @@ def test_a_struck_limit_is_raised_for_the_same_stage_alone() -> None:
     assert merged([times_of(beat, stalled=False)])["update"].longest_s == 1.0
 
 
-@pytest.mark.parametrize(
-    ("states", "ranks", "gone"),
-    [
-        pytest.param(
-            [RankState(0, calls=9, inside="gather"), RankState(1, calls=8, place="loop (a.py:3)")],
-            (1,),
-            False,
-            id="one has not come to the collective",
-        ),
-        pytest.param(
-            [
-                RankState(0, calls=9, inside="broadcast", recent=["add", "gather"] * 4),
-                RankState(1, calls=9, inside="gather", recent=["add", "gather"] * 4),
-                RankState(2, calls=9, inside="gather", recent=["add", "gather"] * 4),
-            ],
-            (0,),
-            False,
-            id="one left a collective out",
-        ),
-        pytest.param(
-            [
-                RankState(0, calls=9, inside="gather", recent=[*["add", "gather"] * 4]),
-                RankState(1, calls=9, inside="add", recent=[*["add", "gather"] * 3, "add", "add"]),
-            ],
-            (1,),
-            False,
-            id="of two, the one that does what it never did",
-        ),
-        pytest.param(
-            [
-                RankState(0, calls=9, inside="broadcast", frames=[("a.py", 9, "f")]),
-                RankState(1, calls=9, inside="gather", frames=[("a.py", 7, "f")]),
-            ],
-            (0,),
-            False,
-            id="of two in a first step, the one that is further",
-        ),
-        pytest.param(
-            [RankState(0, in_collective=True), RankState(1, in_collective=False)],
-            (1,),
-            False,
-            id="only stacks tell, as in a backward pass of DeepSpeed",
-        ),
-        pytest.param(
-            [
-                RankState(0, in_collective=True, enqueued=71, kernel="nccl:all_reduce"),
-                RankState(1, in_collective=True, enqueued=70),
-            ],
-            (1,),
-            False,
-            id="NCCL's recorder",
-        ),
-        pytest.param(
-            [
-                RankState(0, calls=9, inside="gather"),
-                RankState(1, host="n2", here=False, silent_s=40.0),
-            ],
-            (1,),
-            True,
-            id="a node is gone",
-        ),
-        pytest.param(
-            [RankState(r, calls=9, inside="gather") for r in range(2)], (), False, id="nobody"
-        ),
-    ],
-)
-def test_the_rank_that_others_wait_for(
-    states: list[RankState], ranks: tuple[int, ...], gone: bool
-) -> None:
+AFTER = ["add", "gather"] * 4
+#: States of ranks, and the rank that the others wait for.
+LAGGARDS: dict[str, tuple[list[RankState], set[int]]] = {
+    "one has not come to the collective": (
+        [RankState(0, calls=9, inside="gather"), RankState(1, calls=8, place="loop (a.py:3)")],
+        {1},
+    ),
+    "one left a collective out": (
+        [
+            RankState(rank, calls=9, inside=inside, recent=AFTER)
+            for rank, inside in enumerate(("broadcast", "gather", "gather"))
+        ],
+        {0},
+    ),
+    "of two, the one that does what it never did": (
+        [
+            RankState(0, calls=9, inside="gather", recent=AFTER),
+            RankState(1, calls=9, inside="add", recent=[*AFTER[:-1], "add"]),
+        ],
+        {1},
+    ),
+    "of two in a first step, the one that is further": (
+        [
+            RankState(0, calls=9, inside="broadcast", frames=[("a.py", 9, "f")]),
+            RankState(1, calls=9, inside="gather", frames=[("a.py", 7, "f")]),
+        ],
+        {0},
+    ),
+    "only stacks tell, as in a backward pass of DeepSpeed": (
+        [RankState(0, in_collective=True), RankState(1, in_collective=False)],
+        {1},
+    ),
+    "NCCL's recorder": (
+        [
+            RankState(0, in_collective=True, enqueued=71, kernel="nccl:all_reduce"),
+            RankState(1, in_collective=True, enqueued=70),
+        ],
+        {1},
+    ),
+    "a node is gone": (
+        [
+            RankState(0, calls=9, inside="gather"),
+            RankState(1, host="n2", here=False, silent_s=40.0),
+        ],
+        {1},
+    ),
+    "nobody": ([RankState(r, calls=9, inside="gather") for r in range(2)], set()),
+}
+
+
+@pytest.mark.parametrize("case", LAGGARDS)
+def test_the_rank_that_others_wait_for(case: str) -> None:
+    states, ranks = LAGGARDS[case]
     found = find_laggard(states)
-    assert (found.ranks, found.is_gone) == (ranks, gone)
-    assert set(found.waiting) == ({s.rank for s in states} - set(ranks) if ranks else set())
+    assert (set(found.ranks), found.is_gone) == (ranks, case == "a node is gone")
+    assert set(found.waiting) == ({s.rank for s in states} - ranks if ranks else set())
 
 
 def test_slow_but_healthy_runs_are_not_killed() -> None:

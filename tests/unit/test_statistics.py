@@ -1,15 +1,29 @@
-"""Intervals and differences: known values, coverage by simulation, refusals."""
-
-from __future__ import annotations
+"""Intervals, differences, power, pass@k, labels of people, the sequential test."""
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
 
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.evaluation.metric_names import (
+    of_domain,
+    pass_at_k,
+    pass_hat_k,
+    pass_names,
+    task_passes,
+)
+from refiner_core.evaluation.power import (
+    VarianceComponents,
+    detectable_effect,
+    likely_components,
+    power_of,
+    variance_components,
+)
 from refiner_core.evaluation.statistics import (
     Floats,
     cluster_bootstrap,
@@ -21,6 +35,9 @@ from refiner_core.evaluation.statistics import (
     two_way_means,
     wilson,
 )
+from refiner_core.rescoring.labels import LabelledQuestion, corrected_mean, labels_report
+from refiner_core.rewards.sequential import evidence
+from tests.support.judged_worlds import LabelWorld, covered
 
 
 def paired_difference(a, b, metric):
@@ -307,22 +324,6 @@ def test_equal_values_are_flat_in_spite_of_rounding() -> None:
     assert small.high > small.value, "small is not equal"
 
 
-@pytest.mark.parametrize("seed_spread", [0.0, 0.05, 0.1])
-@pytest.mark.parametrize("seeds", [3, 5])
-def test_two_way_intervals_cover(seeds: int, seed_spread: float) -> None:
-    """A bootstrap over three seeds covers as little as 80 %; these stay near 95 %."""
-    rng = np.random.default_rng(seeds)
-    hits, repeats = 0, 400
-    for _ in range(repeats):
-        result = two_way_mean(
-            seed_spread * rng.standard_normal((seeds, 1))
-            + 0.1 * rng.standard_normal((1, 60))
-            + 0.3 * rng.standard_normal((seeds, 60))
-        )
-        hits += result.low <= 0 <= result.high
-    assert 0.915 <= hits / repeats <= 0.995
-
-
 def test_no_difference_at_all_and_nothing_to_compare() -> None:
     same = paired_difference(rows([1.0, 0.0]), rows([1.0, 0.0]), "m")
     assert (same.value, same.low, same.high, same.p_value) == (0.0, 0.0, 0.0, 1.0)
@@ -340,3 +341,251 @@ def test_mcnemar_counts_prompts_that_changed() -> None:
     # 8 up, 1 down: 2 * P(X <= 1), X ~ Binomial(9, 1/2).
     assert mcnemar_of(changes) == pytest.approx(2 * 10 / 512)
     assert mcnemar_of(np.array([1.0, 0.0, -1.0])) == mcnemar_of(np.zeros(3)) == 1.0
+
+
+# ---------------------------------------------------------------- pass@k and pass^k
+
+
+def test_both_equal_the_count_over_all_choices() -> None:
+    for n in range(1, 8):
+        for c in range(n + 1):
+            attempts = [True] * c + [False] * (n - c)
+            for k in range(1, n + 1):
+                chosen = list(combinations(attempts, k))
+                some = Fraction(sum(map(any, chosen)), len(chosen))
+                every = Fraction(sum(map(all, chosen)), len(chosen))
+                assert pass_at_k(n, c, k) == float(some)
+                assert pass_hat_k(n, c, k) == float(every)
+
+
+def test_errors_count_as_no_attempt_and_too_few_attempts_give_no_number() -> None:
+    assert pass_at_k(3, 3, 4) is None
+    assert pass_hat_k(3, 0, 4) is None
+    assert pass_at_k(0, 0, 1) is None
+    found = task_passes([None, True, False, True], 4)
+    assert found["pass@1_first"] is None, "the second attempt is not the first"
+    assert found["pass@1"] == 2 / 3
+    assert found["pass@3"] == 1.0
+    assert found["pass@4"] is None
+    assert found["pass^2"] == 1 / 3
+    assert task_passes([None, None], 2) == dict.fromkeys(pass_names(2)), "no value, and never 0"
+    found = task_passes([False, True, True, True], 4)
+    assert (found["pass@1_first"], found["pass@1"]) == (0.0, 0.75)
+    assert (found["pass@4"], found["pass^4"]) == (1.0, 0.0)
+
+
+def test_a_metric_of_a_domain_is_about_the_tasks_of_that_domain() -> None:
+    tasks = ["a/1", "b/1"]
+    assert of_domain("pass@1/a", tasks) == [True, False]
+    assert of_domain("pass@1", tasks) == [True, True]
+
+
+# ---------------------------------------------------------------- statistics of people's labels
+
+
+def test_corrected_intervals_hold_what_people_would_say_and_the_judges_do_not() -> None:
+    share, raw, width = covered(LabelWorld(0.7, 0.9, 0.6), labelled=50, repetitions=400)
+    assert 0.92 <= share <= 0.98
+    assert raw < 0.05
+    assert width < 0.2
+
+
+def test_a_judge_that_people_always_confirm_keeps_its_mean() -> None:
+    means = np.random.default_rng(0).random(100)
+    drawn = means[:30]
+    found = corrected_mean(means, drawn, drawn, drawn)
+    assert found.value == pytest.approx(means.mean())
+    blind = corrected_mean(means, drawn, np.zeros(30), drawn)
+    assert blind.value == pytest.approx(drawn.mean()), "people alone, if the judge says nothing"
+
+
+def test_few_labels_have_no_interval() -> None:
+    found = corrected_mean(np.ones(20), np.ones(4), np.ones(4), np.zeros(4))
+    assert (found.value, found.low, found.high) == (0.0, None, None)
+
+
+def test_errors_of_the_judge_are_in_credits() -> None:
+    def question(number: int, fault: bool, score: float, *labels: float) -> LabelledQuestion:
+        given = {f"person {i}": label for i, label in enumerate(labels)}
+        return LabelledQuestion(f"prompt {number}", "rubric", fault, score, given)
+
+    report = labels_report(
+        [
+            question(1, False, 1.0, 1.0, 1.0),  # met, and the judge says so
+            question(2, True, 1.0, 0.0, 0.0),  # no fault, but the judge sees one
+            question(3, True, 0.0, 1.0, 1.0),  # a fault that the judge does not see
+            question(4, False, 0.0, 1.0, 0.0),  # people do not agree
+        ]
+    )
+    judge = report["judge"]["all"]
+    assert judge["sensitivity"]["value"] == 0.5
+    assert judge["specificity"]["value"] == 0.0
+    assert judge["undecided"] == 1
+    (pair,) = report["pairs"]
+    assert (pair["raw"]["numerator"], pair["raw"]["denominator"]) == (3.0, 4)
+
+
+# ---------------------------------------------------------------- power
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("prompts", "alpha"), [(2, 0.05), (5, 0.05), (50, 0.05), (50, 0.01)])
+def test_with_one_seed_power_is_that_of_the_t_test(prompts: int, alpha: float) -> None:
+    from scipy.stats import nct, t
+
+    parts = VarianceComponents(0.3, 0.04, 0.02)  # what seeds spread does not show in one seed
+    error, critical = (0.06 / prompts) ** 0.5, t.isf(alpha / 2, prompts - 1)
+    for effect in (0.0, 0.05, 0.1, 0.2):
+        by, freedom = effect / error, prompts - 1
+        expected = nct.sf(critical, freedom, by) + nct.cdf(-critical, freedom, by)
+        assert power_of(parts, 1, prompts, effect, alpha) == pytest.approx(expected, abs=2e-5)
+        assert power_of(parts, 1, prompts, -effect, alpha) == pytest.approx(expected, abs=2e-5)
+    for power in (0.8, 0.5):
+        effect = detectable_effect(parts, 1, prompts, power, alpha)
+        assert power_of(parts, 1, prompts, effect, alpha) == pytest.approx(power, abs=1e-3)
+
+
+def test_power_is_how_often_the_comparison_finds_it() -> None:
+    rng = np.random.default_rng(8)
+    parts, draws = VarianceComponents(0.01, 0.04, 0.09), (8_000, 3, 20)
+    values = (
+        parts.prompt**0.5 * rng.normal(size=(8_000, 1, 20))
+        + 0.1 * rng.normal(size=(8_000, 3, 1))
+        + parts.residual**0.5 * rng.normal(size=draws)
+    )
+    for effect in (0.0, 0.15, 0.3):
+        found = two_way_means(values + effect)
+        for alpha in (0.05, 0.01):
+            share = np.mean([f.p_value is not None and f.p_value < alpha for f in found])
+            assert power_of(parts, 3, 20, effect, alpha) == pytest.approx(share, abs=0.012)
+    assert power_of(parts, 3, 20, detectable_effect(parts, 3, 20)) == pytest.approx(0.8, abs=1e-3)
+
+
+def test_a_published_power_is_reproduced_exactly() -> None:
+    """Its draws are the same in every process and version: plans are compared by it."""
+    assert power_of(VarianceComponents(0.01, 0.02, 0.05), 3, 20, 0.2) == pytest.approx(
+        0.4043937468435399, rel=1e-9
+    )
+    assert power_of(VarianceComponents(None, 0.02, 0.05), 1, 20, 0.2) == pytest.approx(
+        0.8935199223563732, rel=1e-9
+    )
+    assert detectable_effect(VarianceComponents(0.01, 0.02, 0.05), 3, 20) == pytest.approx(
+        0.3660411164339093, rel=1e-9
+    )
+
+
+def test_components_by_hand() -> None:
+    """Rows (seeds) 0 and 3 apart, columns (prompts) 1 apart, and 1 in one cell on top."""
+    values = np.array([[0.0, 1.0, 2.0, np.nan], [3.0, 4.0, 6.0, 9.0]])
+    # Row means 1, 13/3; column means 1.5, 2.5, 4. MS_seed = 3 (10/3)^2 / 2 = 50/3,
+    # MS_prompt = 2 * (19/6) / 2 = 19/6, residuals 1/6, 1/6, 1/3: MS = 2 (1/36 + 1/36 + 1/9) / 2.
+    found = variance_components(values)
+    residual = 1 / 6
+    assert found == pytest.approx(
+        ((50 / 3 - residual) / 3, (19 / 6 - residual) / 2, residual, 2, 3)
+    )
+    crossed = variance_components(np.array([[0.0, 1.0], [1.0, 0.0]]))
+    assert crossed == (0.0, 0.0, 1.0, 2, 2), "below zero is zero"
+    one = variance_components(np.array([[1.0, 2.0, 6.0, np.nan]]))
+    assert one == (None, 7.0, 0.0, 1, 3)
+    assert VarianceComponents(None, 0.0, 0.5)[3:] == (0, 0), "assumed"
+    with pytest.raises(ConfigurationError, match="from 1 of 2 prompts"):
+        variance_components(np.array([[1.0, np.nan]]))
+
+
+def test_likely_spreads_of_three_seeds_by_hand() -> None:
+    """With two degrees of freedom chi-squared is -2 ln of a share."""
+    known = VarianceComponents(0.01, 0.02, 0.5, 3, 100)
+    square = 100 * 0.01 + 0.5
+    found = likely_components(known)
+    least, most = found
+    assert least == known._replace(seed=pytest.approx((square / math.log(10) - 0.5) / 100))
+    assert most == known._replace(seed=pytest.approx((square / -math.log(0.9) - 0.5) / 100))
+    half = likely_components(known, 0.5)
+    assert half[1].seed == pytest.approx((square / -math.log(0.75) - 0.5) / 100)
+    small = likely_components(known._replace(seed=0.0))
+    assert small[0].seed == 0.0
+    assert likely_components(known._replace(seeds=2)) is not None
+    assert likely_components(known._replace(seeds=1)) is None
+    assert likely_components(known._replace(seed=None)) is None
+
+
+# ---------------------------------------------------------------- the sequential test
+
+
+LOOKS, ROWS = 20, 64
+TIME = np.linspace(0, 1, LOOKS + 1)
+UP = 0.4 + 0.3 * TIME
+
+
+def scores(rng: np.random.Generator, means: np.ndarray) -> np.ndarray:
+    """Scores of rows that differ in difficulty, mostly close to 0 or 1."""
+    mean = np.clip(means[:, None] + rng.normal(0, 0.15, ROWS), 0.05, 0.95)
+    return rng.beta(1.5 * mean, 1.5 * (1 - mean))
+
+
+def alarms(proxy: np.ndarray, gold: np.ndarray, runs: int, keep: float = 0.25) -> list[int]:
+    rng, found = np.random.default_rng(7), []
+    for _ in range(runs):
+        one = evidence(scores(rng, proxy), scores(rng, gold), looks=LOOKS, keep=keep)
+        found.append(one.first_alarm(0.05))
+    return [point for point in found if point is not None]
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [UP, 0.4 + 0 * TIME + 0.25 * (UP - 0.4), np.minimum(UP, 0.5)],
+    ids=["rises too", "keeps exactly its share", "saturates"],
+)
+def test_false_alarms_are_rare(gold: np.ndarray) -> None:
+    proxy = np.minimum(UP, 0.5) if gold.max() == 0.5 else UP
+    assert len(alarms(proxy, gold, 60)) <= 60 * 0.05
+
+
+def test_nothing_is_seen_where_nothing_changes_or_both_fall() -> None:
+    assert not alarms(0.5 + 0 * TIME, 0.5 + 0 * TIME, 40)
+    assert not alarms(1 - UP, 1 - UP, 40)
+
+
+def test_a_falling_gold_is_found_before_the_end() -> None:
+    found = alarms(UP, 0.5 - 0.2 * TIME, 40)
+    assert len(found) >= 36
+    assert np.median(found) < LOOKS
+
+
+def test_gold_that_first_rises_is_compared_with_its_peak() -> None:
+    peak = 0.4 + 0.8 * np.minimum(TIME, 0.4) - 0.6 * np.maximum(0, TIME - 0.4)
+    assert len(alarms(0.3 + 0.5 * TIME, peak, 40)) >= 32
+
+
+def test_a_standing_gold_is_found_with_a_higher_share_to_keep() -> None:
+    assert len(alarms(0.3 + 0.5 * TIME, 0.5 + 0 * TIME, 20, keep=0.75)) >= 18
+
+
+def test_evidence_never_depends_on_later_points() -> None:
+    rng = np.random.default_rng(1)
+    proxy, gold = scores(rng, UP), scores(rng, 0.6 - 0.3 * TIME)
+    whole = evidence(proxy, gold, looks=LOOKS)
+    for point in range(1, LOOKS + 1):
+        part = evidence(proxy[: point + 1], gold[: point + 1], looks=LOOKS)
+        assert part.log_e.tolist() == whole.log_e[: point + 1].tolist()
+    assert (np.diff(whole.log_e) >= 0).all()
+    assert whole.since[-1] < LOOKS
+
+
+def test_rows_without_a_score_are_left_out() -> None:
+    rng = np.random.default_rng(1)
+    proxy, gold = scores(rng, UP), scores(rng, 0.6 - 0.3 * TIME)
+    fewer = evidence(np.delete(proxy, 5, axis=1), np.delete(gold, 5, axis=1), looks=LOOKS)
+    proxy[:, 5] = np.nan
+    assert evidence(proxy, gold, looks=LOOKS).log_e == pytest.approx(fewer.log_e)
+    gold[:] = np.nan
+    assert evidence(proxy, gold, looks=LOOKS).log_e[-1] == pytest.approx(0.0)
+
+
+def test_series_outside_of_the_assumptions_are_refused() -> None:
+    points = np.zeros((3, ROWS))
+    with pytest.raises(ValueError, match="planned"):
+        evidence(points, points, looks=1)
+    with pytest.raises(ValueError, match="lie in"):
+        evidence(points, points + 2, looks=2)

@@ -3,27 +3,12 @@
 A small part of ``python -m tests.prove.statistics``.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
 
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.evaluation.power import (
-    VarianceComponents,
-    detectable_effect,
-    power_of,
-    variance_components,
-)
-from refiner_core.evaluation.statistics import (
-    holm,
-    mcnemar_of,
-    mean_squares,
-    two_way_mean,
-    two_way_means,
-)
+from refiner_core.evaluation.statistics import mean_squares, two_way_mean
 from tests.prove.statistics import Cell, count, leniency, ours, over_prompts, pooled
 from tests.support.results import World
 
@@ -65,43 +50,6 @@ def test_a_lenient_judge_is_no_progress_in_a_hundred_sweeps() -> None:
     assert leniency(60, shift=0.05, noise=0.02, policy=2.0).holds
 
 
-def test_an_effect_that_is_called_detectable_is_found_in_four_of_five() -> None:
-    world = World(seed=0.05)
-    parts = VarianceComponents(2 * world.seed**2, 2 * world.interaction**2, 2 * world.residual**2)
-    effect = detectable_effect(parts, 3, 100)
-    values = world.draw(np.random.default_rng(3), (1_000, 3, 100), (0.0, effect))
-    found = two_way_means((values[:, 1] - values[:, 0]).astype(np.float64))
-    share = np.mean([f.p_value is not None and f.p_value < 0.05 for f in found])
-    assert share == pytest.approx(0.8, abs=0.05)
-    assert power_of(parts, 3, 100, effect) == pytest.approx(0.8, abs=1e-3)
-    assert power_of(parts, 3, 100, 0.0) < 0.06
-
-
-def test_more_of_what_spreads_sees_smaller_effects() -> None:
-    seeds_spread = VarianceComponents(0.01, 0.001, 0.01)
-    assert detectable_effect(seeds_spread, 5, 50) < detectable_effect(seeds_spread, 3, 50) / 1.5
-    assert detectable_effect(seeds_spread, 3, 500) > 0.9 * detectable_effect(seeds_spread, 3, 50)
-    prompts_spread = VarianceComponents(0.0, 0.09, 0.09)
-    few, many = (detectable_effect(prompts_spread, 3, n) for n in (50, 200))
-    assert many == pytest.approx(few / 2, rel=0.05)
-    assert detectable_effect(prompts_spread, 3, 1) == math.inf
-    assert detectable_effect(VarianceComponents(0.0, 0.0, 0.0), 3, 50) == 0.0
-
-
-def test_components_are_those_that_values_were_drawn_with() -> None:
-    world = World(seed=0.2, prompt=0.0, interaction=0.3, residual=0.4)
-    values = world.draw(np.random.default_rng(4), (1, 60, 400), (0.0,))[0, 0].astype(np.float64)
-    found = variance_components(values)
-    assert found.seed == pytest.approx(0.04, rel=0.4)
-    assert found.prompt == pytest.approx(0.09, rel=0.2)
-    assert found.residual == pytest.approx(0.16, rel=0.05)
-    values[3, :10] = np.nan
-    assert variance_components(values).prompts == 390
-    assert variance_components(values[:1]).seed is None
-    with pytest.raises(ConfigurationError, match="at least two prompts"):
-        variance_components(values[:, :1])
-
-
 # ---------------------------------------------------------------- second opinions
 
 
@@ -119,22 +67,6 @@ def test_mean_squares_are_those_of_an_analysis_of_variance() -> None:
     assert [float(m) for m in mine] == pytest.approx(other.tolist())
 
 
-def test_holm_is_that_of_statsmodels() -> None:
-    from statsmodels.stats.multitest import multipletests
-
-    for seed in range(5):
-        p_values = np.random.default_rng(seed).random(9) ** 3
-        assert holm(p_values.tolist()) == pytest.approx(multipletests(p_values, method="holm")[1])
-
-
-def test_mcnemar_is_that_of_statsmodels() -> None:
-    from statsmodels.stats.contingency_tables import mcnemar
-
-    changes = np.array([1.0] * 9 + [-1.0] * 2 + [0.0] * 20)
-    assert mcnemar_of(changes) == pytest.approx(mcnemar([[5, 9], [2, 15]], exact=True).pvalue)
-    assert mcnemar_of(np.zeros(4)) == 1.0
-
-
 def test_one_seed_is_the_paired_t_test() -> None:
     from scipy.stats import ttest_1samp
 
@@ -143,21 +75,3 @@ def test_one_seed_is_the_paired_t_test() -> None:
     assert found.p_value == pytest.approx(other.pvalue)
     interval = other.confidence_interval()
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
-
-
-def test_many_layouts_at_once_equal_each_alone() -> None:
-    values = np.random.default_rng(7).normal(size=(5, 3, 20))
-    values[2, 1, 4:9] = np.nan
-    together = two_way_means(values)
-    for layout, found in zip(values, together, strict=True):
-        kept = ~np.isnan(layout).any(axis=0)
-        alone = two_way_mean(layout[:, kept], excluded=int((~kept).sum()))
-        assert found.n == alone.n
-        assert found.excluded == alone.excluded
-        assert found[:3] == pytest.approx(alone[:3])
-
-
-def test_equal_differences_on_few_prompts_have_a_sign_test() -> None:
-    """t over values without spread would give p = 0 from three prompts."""
-    assert two_way_mean(np.full((3, 3), 0.5)).p_value == 0.25
-    assert two_way_mean(np.full((3, 20), 0.5)).p_value == pytest.approx(2.0**-19)

@@ -1,4 +1,4 @@
-"""The status of a run: states, rates, its orchestrator, its logs."""
+"""The status of a run: states, rates, its orchestrator, its logs, and which run is the newest."""
 
 import json
 import os
@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flows.cards.inspection import show_card
 from flows.cli.main import main
-from flows.cli.status import closing_lines
+from flows.nightly.checkpoints import resolve
+from flows.publishing.by_hand import _run_with_model
 from flows.running.status import (
     BackgroundRouter,
     RunStatus,
@@ -20,15 +23,19 @@ from flows.running.status import (
     StageStatus,
     eta_s,
     find_run,
+    newest_runs,
 )
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.dispatcher import AttemptRef, JobStatus, OpenAttempt
+from infra.jobs.failures import outcome_of
 from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import Attempt, AttemptOutcome, RunRecord, to_json
+from refiner_core.nightly.definition import Checkpoint, CheckpointSource
 from tests.support.plans import OWNER, claim, run_record, small_plan
+from tests.support.recorded_run import RecordedRun
 
 
 @pytest.fixture
@@ -45,39 +52,6 @@ def look(workspace: Workspace, run: RunRecord) -> RunStatus:
 
 def stage(status: RunStatus, name: str) -> StageStatus:
     return next(s for s in status.stages if s.name == name)
-
-
-def test_a_running_stage_shows_its_last_values_as_blocks(
-    workspace: Workspace, run: RunRecord
-) -> None:
-    planned = claim(workspace, small_plan(), "sft")
-    workspace.start_attempt(planned.id, 1, {"started_at": "2026-11-21T01:00", "node": "n3"})
-    log = workspace.layout.attempt(planned.id, 1).metrics
-    log.parent.mkdir(parents=True, exist_ok=True)
-    values = [99.0, *range(29), None]
-    lines = [{"step": n, "metrics": {"loss": v}} for n, v in enumerate(values)]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 40, "metr')
-    status = look(workspace, run)
-    status = replace(status, stages=tuple(replace(s, state="running") for s in status.stages))
-    (drawn,) = [line for line in closing_lines(status, workspace) if "loss" in line]
-    blocks = "▁▁▁▁▂▂▂▃▃▃▃▄▄▄▅▅▅▅▆▆▆▇▇▇▇████ "
-    assert drawn == f"sft: loss {blocks} 28 (from 0 to 28)"
-    log.write_text("no metrics\n")
-    assert not [line for line in closing_lines(status, workspace) if "loss" in line]
-
-
-def test_a_failed_attempt_is_shown_with_its_reason(workspace: Workspace, run: RunRecord) -> None:
-    planned = claim(workspace, small_plan(), "sft")
-    workspace.start_attempt(planned.id, 1, {"started_at": "2026-11-21T01:00", "node": "n3"})
-    outcome = AttemptOutcome(
-        "disk_full", "resume", "saving the checkpoint of step 7", 5, 7, errno=122
-    )
-    workspace.close_attempt(planned.id, 1, outcome, 10.0)
-    found = look(workspace, run)
-    row = stage(found, "sft")
-    assert (row.state, row.node, row.attempt) == ("interrupted", "n3", 1)
-    assert "disk_full at step 7" in row.last_failure
-    assert "EDQUOT (errno 122) while saving step 7 on n3" in found.incidents[0].line
 
 
 def test_a_pause_by_the_monitor_is_no_failure(workspace: Workspace, run: RunRecord) -> None:
@@ -199,3 +173,85 @@ def test_logs_follow_the_next_attempt(workspace: Workspace, run: RunRecord, caps
     shown = capsys.readouterr()
     assert shown.out == "log 1 ü\nlog 2 ü\n"
     assert "attempt 1 ended: preempted" in shown.err
+
+
+# ---------------------------------------------------------------- the newest run
+
+
+NEWEST = Checkpoint("latest", CheckpointSource("newest", "recipe tiny"))
+TRAINS = "stages=[data,sft,grpo]"
+
+
+def trained(root: Path, seed: int, *words: str) -> RecordedRun:
+    run = RecordedRun(root, f"seed={seed}", *(words or (TRAINS,)))
+    if run.workspace.read_result(run.stage("data").id) is None:
+        run.data()
+    run.train("sft")
+    run.train("grpo")
+    return run
+
+
+def newest(workspace: Workspace) -> str:
+    return find_run(workspace).run
+
+
+@pytest.mark.slow
+def test_a_call_that_finds_everything_done_is_not_the_newest(tmp_path: Path) -> None:
+    """Older weights were taken in the night for it, and it has nothing to show."""
+    first = trained(tmp_path / "runs", 1, "stages=[data,sft,grpo,publish]")
+    first.carry_out("publish")
+    second = trained(tmp_path / "runs", 2)
+    again = RecordedRun(tmp_path / "runs", "seed=1", TRAINS)
+    assert show_card([], again.workspace.root).run == first.run.run, "the newest with a card"
+    workspace = again.workspace
+    assert newest(workspace) == second.run.run
+    assert find_run(workspace, "tiny").run == second.run.run
+    assert resolve(NEWEST, workspace).what == f"{second.stage('grpo').id} of {second.run.run}"
+    assert _run_with_model(workspace, None).run == second.run.run
+    assert [run.run for run in newest_runs(workspace)] == [second.run.run, first.run.run]
+    assert find_run(workspace, again.run.run).run == again.run.run, "it can be named"
+    assert find_run(Workspace.open(tmp_path / "none")) is None
+    with pytest.raises(Exception, match="has trained anything"):
+        _run_with_model(Workspace.open(tmp_path / "none"), None)
+
+
+@pytest.mark.slow
+def test_a_call_that_only_waits_is_not_the_newest(tmp_path: Path) -> None:
+    """After kill -9 the same command takes up what still runs, and has a record of its own."""
+    first = RecordedRun(tmp_path / "runs", TRAINS)
+    first.data()
+    number = first.begin("sft")
+    repeat = RecordedRun(tmp_path / "runs", TRAINS)
+    assert newest(repeat.workspace) == repeat.run.run, "as long as it is not over"
+    first.workspace.close_attempt(first.stage("sft").id, number, outcome_of("killed"))
+    repeat.train("sft")  # another attempt: now it has made something
+    repeat.train("grpo")
+    assert newest(repeat.workspace) == repeat.run.run
+    third = RecordedRun(tmp_path / "runs", TRAINS)
+    assert newest(third.workspace) == repeat.run.run
+
+
+def test_a_night_is_not_the_newest(tmp_path: Path) -> None:
+    run = trained(tmp_path / "runs", 1)
+    weights = run.workspace.output_dir(run.stage("grpo").id)
+    night = RecordedRun(
+        tmp_path / "runs",
+        f"model.name_or_path={weights}/model",
+        "stages=[data,evaluate]",
+        "evaluate.models=[base]",
+        provenance={"nightly": {"name": "lab", "night": "2026-11-20", "checkpoint": "latest"}},
+    )
+    if night.workspace.read_result(night.stage("data").id) is None:
+        night.data()
+    night.evaluate("evaluate-base")
+    assert newest(night.workspace) == run.run.run
+    assert resolve(NEWEST, night.workspace).what.startswith(run.stage("grpo").id)
+
+
+def test_a_training_that_goes_on_has_not_made_what_it_starts_from(tmp_path: Path) -> None:
+    done = trained(tmp_path / "runs", 1)
+    running = RecordedRun(tmp_path / "runs", "seed=1", TRAINS, "grpo.beta=0.5")
+    running.begin("grpo")
+    assert newest(running.workspace) == running.run.run
+    what = resolve(NEWEST, running.workspace).what
+    assert what == f"{done.stage('grpo').id} of {done.run.run}"

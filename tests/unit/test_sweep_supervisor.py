@@ -1,17 +1,11 @@
 """The supervisor of a sweep: start order, limits, the canary, failures, cancellation."""
 
-from __future__ import annotations
-
 import errno
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from flows.running.following import SweepFollower, inputs_of
 from flows.sweeping.launching import record_version, suspend_sweep
 from flows.sweeping.status import SweepWatcher
 from infra.jobs.dispatcher import AttemptRef, JobRequest
@@ -29,11 +23,6 @@ from sweeps.values import Limits, SweepPlan
 from tests.support.sweeping import TRAINED, Bench, Jobs, bench, small_sweep
 
 SCRIPT = {"grpo": TRAINED, "sft": TRAINED}
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "w")
 
 
 def recorded(workspace: Workspace, plan: SweepPlan) -> SweepRecord:
@@ -72,15 +61,6 @@ def on_gpus(plan: SweepPlan, gpus: int) -> SweepPlan:
 # ---------------------------------------------------------------- what runs
 
 
-def test_shared_stages_run_once_and_every_trial_ends(workspace: Workspace) -> None:
-    plan = small_sweep()
-    told = bench(workspace, plan, SCRIPT)
-    assert set(told.run().values()) == {"done"}
-    assert told.admission.exit_code == 0
-    kinds = [name.rpartition("/")[2] for name in told.jobs.begun]
-    assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
-
-
 def test_jobs_of_several_trials_are_submitted_together(workspace: Workspace) -> None:
     """On a cluster they become one array, and not a call of sbatch each."""
 
@@ -102,17 +82,6 @@ def test_no_more_trials_run_at_once_than_the_sweep_allows(workspace: Workspace) 
     told = bench(workspace, plan, SCRIPT)
     told.begin(lambda: most.add(len(told.admission.live)) or len(told.jobs.begun) == 9)
     assert max(most) == 1
-
-
-def test_a_second_call_starts_nothing(workspace: Workspace) -> None:
-    plan = small_sweep()
-    bench(workspace, plan, SCRIPT).run()
-    again = bench(workspace, plan, SCRIPT)
-    assert set(again.run().values()) == {"done"}
-    assert again.jobs.begun == []
-    assert len(workspace.run_ids()) == len(plan.trials)
-    said = [e for e in events(workspace, "trial") if e["state"] == "done"]
-    assert len(said) == len(plan.trials), "what was said once is not said again"
 
 
 def test_a_trial_whose_stages_are_all_there_is_a_run_without_being_begun(
@@ -362,28 +331,6 @@ def test_states_and_costs_of_trials_are_read_from_records(workspace: Workspace) 
     assert found[bad].use.incidents == 1
 
 
-def follower(workspace: Workspace, plan: SweepPlan, most: int = 200) -> SweepFollower:
-    return SweepFollower(workspace, recorded(workspace, plan), most)
-
-
-def test_a_follower_sees_every_stage_once_with_its_end(workspace: Workspace) -> None:
-    plan = small_sweep()
-    bad = plan.trials[1].name
-    told = bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
-    sees = follower(workspace, plan)
-    assert len(sees.nodes) == 1 + 2 + 4
-    assert {view.state for view in sees.look().values()} == {"waiting"}
-    told.run()
-    views = sees.look()
-    assert all(view.terminal for view in views.values())
-    assert views[f"{bad}/grpo"].state == "failed"
-    assert views["data"].state == "done"
-    assert inputs_of(workspace, sees.nodes, f"{bad}/grpo")
-    states = {event["state"] for event in sees.new_events() if event["event"] == "trial"}
-    assert {"done", "failed"} <= states
-    assert list(follower(workspace, plan, most=6).nodes) == [t.name for t in plan.trials]
-
-
 # ---------------------------------------------------------------- what one trial does to others
 
 
@@ -461,42 +408,6 @@ def test_a_trial_that_was_given_up_has_no_live_orchestrator(
     assert told.states()[plan.trials[1].name] == "failed"
     assert not orchestrator_of(workspace, live.run.run).works
     assert orchestrator_of(workspace, told.admission.live[plan.trials[0].name].run.run).works
-
-
-def test_failing_reads_end_no_trial_and_start_nothing_twice(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on NFS, where one in a hundred reads fails."""
-    plan = small_sweep()
-    moments = iter(range(0, 100_000_000, 10))
-    told = bench(workspace, plan, SCRIPT, clock=lambda: float(next(moments)))
-    read, listed, count = Path.read_text, os.listdir, iter(range(10_000_000))
-    numbers = (errno.ESTALE, errno.EIO, errno.EACCES, errno.EAGAIN, errno.ENOENT)
-
-    def fails(path: object) -> None:
-        at = next(count)
-        if at % 97 == 96 and str(workspace.root) in str(path):
-            number = numbers[at // 97 % len(numbers)]
-            raise OSError(number, os.strerror(number), str(path))
-
-    def read_text(path: Path, *args: Any, **more: Any) -> str:
-        fails(path)
-        return read(path, *args, **more)
-
-    def listdir(path: Any = ".") -> list[str]:
-        fails(path)
-        return listed(path)
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    monkeypatch.setattr(os, "listdir", listdir)
-    assert set(told.run(20_000).values()) == {"done"}
-    monkeypatch.undo()
-    assert next(count) > 500
-    kinds = [name.rpartition("/")[2] for name in told.jobs.begun]
-    assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
-    for stage_id in workspace.stage_ids():
-        record = workspace.read_record(stage_id)
-        assert [a.outcome.failure for a in record.attempts if a.outcome] == ["none"]
 
 
 @pytest.mark.parametrize(

@@ -194,11 +194,6 @@ def test_a_malformed_conversation_is_refused_with_its_place(row, said, tmp_path)
 # ---------------------------------------------------------------- the user's environment
 
 
-def test_an_environment_may_be_the_users_file(tmp_path: Path) -> None:
-    report = prepared(config_of(LAMPS), tmp_path)
-    assert report["domains"] == {"train": {"lamps": 2}, "test": {"lamps": 1}}
-
-
 @pytest.mark.parametrize(
     ("text", "name", "said"),
     [

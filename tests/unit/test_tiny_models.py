@@ -1,7 +1,5 @@
 """The embedded models of `tiny` and `tiny-tools`: tokenizers, chat templates, weights, folders."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any
@@ -11,10 +9,8 @@ import torch
 from transformers import AutoTokenizer
 
 from refiner_core.contract.config import ModelConfig
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.data.synthetic import generate_rows
-from refiner_core.data.truth import score_truth
 from refiner_core.environments.conversation import Conversation, prompt_ids
 from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.environments.turns import call_text
@@ -207,25 +203,3 @@ def test_the_packaged_base_is_small_stock_and_complete(tokenizers, name: str):
     assert base.generation_config.eos_token_id == tokenizer.eos_token_id
     roles = (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side)
     assert roles == ("<|im_end|>", "<|endoftext|>", "left")
-
-
-def test_a_wrong_name_lists_the_packaged_models():
-    with pytest.raises(ConfigurationError, match=r"builtin:tiny-tools"):
-        resolve_ref("builtin:tiny_tools")
-
-
-@pytest.mark.slow
-def test_the_packaged_base_does_not_know_the_task(tokenizer):
-    base = load_model("builtin:tiny", ModelConfig())
-    scores = []
-    for row in generate_rows("rl", 12, 5):
-        prompt = tokenizer.apply_chat_template(
-            row["conversations"],
-            add_generation_prompt=True,
-            enable_thinking=False,
-            return_tensors="pt",
-        )["input_ids"]
-        out = base.generate(prompt, max_new_tokens=40, do_sample=False)
-        text = tokenizer.decode(out[0, prompt.shape[1] :])
-        scores.append(score_truth(text.removesuffix(tokenizer.eos_token), row["truth"])["oracle"])
-    assert sum(scores) / len(scores) < 0.2

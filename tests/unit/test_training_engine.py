@@ -1,7 +1,5 @@
 """The training engine: checks of a model, its state on disk, optimisers and schedules."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """ZeRO-3 in a single process that no launcher has started, and its updates."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
