@@ -84,6 +84,7 @@ prove: setup  ## the long proofs: learning, recovery under faults, statistics, m
 	$(BIN)/python -m tests.prove.neighbour
 	$(BIN)/python -m tests.prove.hangs
 	$(BIN)/python -m tests.prove.simulation --mutations
+	REFINER_THOROUGH=1 $(BIN)/python -m pytest -q tests/unit/test_every_*.py
 	$(BIN)/python -m tests.prove.statistics
 	$(BIN)/python -m tests.prove.labels
 	$(BIN)/python -m tests.prove.criteria
