@@ -36,7 +36,10 @@ def own(workspace, overrides):
 if __name__ == "__main__":
     own(sys.argv[1], sys.argv[2:])
 """
-SMALLER = (*SMALL, "grpo.num_training_steps=2", "evaluate.decoding=[greedy]")
+SMALLER = (
+    *(*SMALL, "sft.max_train_steps=2", "grpo.num_training_steps=2"),
+    *("evaluate.decoding=[greedy]", "evaluate.max_prompts=2"),
+)
 LONG = own_trainer("--until", "/nowhere")
 
 
@@ -119,9 +122,7 @@ def test_a_suspended_flow_ends_at_the_next_stage(prefect: PrefectApi, tmp_path: 
         ]
         flow_run = served.launch("own", "served", workspace=str(runs), overrides=overrides)
         eventually(lambda: saves(runs), 300)
-        state = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
-        said = prefect.post(f"/flow_runs/{flow_run}/set_state", {"state": state})
-        assert said["status"] == "ACCEPT", said
+        served.suspend(flow_run)
         may_end.touch()
         eventually(lambda: Stage(runs, "command").attempts and not works(runs), 300)
         eventually(lambda: states(prefect, {"id": flow_run}) == {"command": "Completed"}, 60)

@@ -39,7 +39,7 @@ from tests.support.judge_server import (
 )
 from tests.support.rewarding import ScriptedJudge
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 PROMPTS, SAMPLES = 16, 4
 REWARD = RewardConfig(rubric_source="instance")

@@ -31,7 +31,7 @@ from tests.support.command import ROOT, environment, wait_until
 from tests.support.judge_server import JudgeServer, Reply, digest_of, verdict
 from tests.support.judged_life import config_of, live, prepare, work_of
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 MIB = 1 << 20
 YES = StoredJudgement(1.0, 10, 2)
@@ -92,7 +92,6 @@ def test_processes_share_a_store_while_they_write_and_are_killed(
 # ---------------------------------------------------------------- stages
 
 
-@pytest.mark.timeout(240)
 def test_a_stage_that_was_killed_asks_nothing_again(tmp_path: Path) -> None:
     """The server answers some calls and then none, and the process is killed. The next attempt asks
     only what the server had not answered."""

@@ -16,8 +16,6 @@ from refiner_core.evaluation.results import load_results
 from tests.support import served_judge
 from tests.support.command import SMALL, Stage, refiner, start, wait_until
 
-pytestmark = pytest.mark.timeout(240)
-
 PROTOCOL = """\
 name: {name}
 evaluate: {{decoding: [greedy], max_prompts: 6, batch_size: 1, bootstrap_samples: 100}}

@@ -25,9 +25,9 @@ def proofs(done: Finished) -> dict[str, Any]:
     return {p["stage"]: p for p in done.json["proofs"]}
 
 
-def test_grpo_killed_and_stopped_is_bitwise(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_killed_grpo_is_bitwise(small: tuple[str, ...], tmp_path: Path) -> None:
     workspace = tmp_path / "runs"
-    words = ("stages=[data,grpo,evaluate,publish]", "--steps", "6", "--interruptions", "2")
+    words = ("stages=[data,grpo,evaluate,publish]", "--steps", "4", "--interruptions", "1")
     done = prove(workspace, small, *words)
     assert done.code == 0, done.stderr
     proof = proofs(done)["grpo"]
@@ -35,8 +35,7 @@ def test_grpo_killed_and_stopped_is_bitwise(small: tuple[str, ...], tmp_path: Pa
     assert {c["quantity"] for c in proof["comparisons"] if c["compared"]} == {
         *("loss trace", "rollouts", "weights", "data cursor", "optimiser", "random states")
     }
-    assert [i["how"] for i in proof["interruptions"]] in (["kill", "stop"], ["stop", "kill"])
-    assert all(i["resumed_from_step"] is None or i["step"] for i in proof["interruptions"])
+    assert [i["how"] for i in proof["interruptions"]] == ["kill"], "`make prove` stops it, too"
     assert "kill -9 in step" in done.stderr
     assert "Next: `refiner run tiny" in done.stderr
     # It is found by the fingerprint of the whole recipe, and nothing else is left behind.
@@ -52,8 +51,8 @@ def test_resume_without_optimiser_diverges(tmp_path: Path, monkeypatch: pytest.M
     path = os.pathsep.join(filter(None, [str(BROKEN), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("PYTHONPATH", path)
     workspace = tmp_path / "runs"
-    words = ("stages=[data,sft]", "sft.eval_freq=1", "--interruptions", "2")
-    done = prove(workspace, SMALL, *words, "--steps", "8")
+    words = ("stages=[data,sft]", "sft.eval_freq=1", "--interruptions", "1")
+    done = prove(workspace, SMALL, *words, "--steps", "4")
     assert done.code == 1, done.stderr
     proof = proofs(done)["sft"]
     assert proof["verdict"] == "diverged"

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -182,15 +182,18 @@ def test_a_server_that_does_not_start_on_another_node_gives_its_reason(tmp_path:
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("slurm")
 def test_a_job_on_two_nodes_samples_on_servers_of_both(
-    tmp_path: Path, small: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    small: tuple[str, ...],
+    with_data: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Under ZeRO-3, so that weights are gathered for both nodes."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the nodes are one machine
     profile = tmp_path / "profile.yaml"
     profile.write_text(json.dumps({"name": "test", "cpu_stages": "slurm"}))
     done = refiner(
-        *("run", "tiny", f"workspace={tmp_path / 'runs'}", "--no-server", *small),
-        *("stages=[data,grpo]", "grpo.resources.nodes=2", "grpo.num_training_steps=3"),
+        *("run", "tiny", f"workspace={with_data(tmp_path / 'runs')}", "--no-server", *small),
+        *("stages=[data,grpo]", "grpo.resources.nodes=2", "grpo.num_training_steps=2"),
         *("grpo.deepspeed_stage=3", "grpo.generation_backend=vllm"),
         f"grpo.rollout_server.setup=['export PATH={shim(tmp_path / 'bin')}:$PATH']",
         *("dispatch.executor=slurm", f"dispatch.profile={profile}"),
@@ -200,7 +203,7 @@ def test_a_job_on_two_nodes_samples_on_servers_of_both(
     assert done.code == 0, done.stderr
     stage = Stage(tmp_path / "runs", "grpo")
     report = stage.result()["report"]
-    assert (report["ranks"], report["nodes"], report["steps"]) == (2, 2, 3)
+    assert (report["ranks"], report["nodes"], report["steps"]) == (2, 2, 2)
     [attempt] = stage.attempts
     lines = read_metrics(attempt / "metrics.jsonl")
     # Of samples of either server: those of another model would be far off.
