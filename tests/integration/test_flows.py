@@ -45,7 +45,7 @@ class Training:
         overrides = [*own_trainer("--until", self.may_end), "publish.malformed=true"]
         parameters = {"recipe": "own-trainer", "workspace": str(workspace), "overrides": overrides}
         self.flow_run = served.launch(**parameters)
-        eventually(lambda: list(workspace.glob("stages/command-*/work/ckpt_*")), 120)
+        eventually(lambda: list(workspace.glob("stages/command-*/work/ckpt_*")))
         self.run = served.call(self.flow_run)
         self.room = Workspace.read_only(workspace)
 
@@ -69,12 +69,12 @@ def test_a_cancelled_flow_run_saves_and_resumes_by_retry(served: Served, tmp_pat
     training = Training(served, tmp_path)
     served.set_state(training.flow_run, "CANCELLING", "Cancelling")
     assert served.ends(training.flow_run)["type"] == "CANCELLED"
-    eventually(lambda: not training.orchestrator.works, 120)
+    eventually(lambda: not training.orchestrator.works)
     shown = served.prefect.artifacts(training.flow_run)[f"{training.run}-cancelled"]
     assert "all" in shown["data"].lower()
     training.may_end.touch()
     training.retry()
-    eventually(lambda: served.state(training.flow_run)["type"] not in FINAL, 120)
+    eventually(lambda: served.state(training.flow_run)["type"] not in FINAL)
     assert served.ends(training.flow_run)["type"] == "COMPLETED"
     assert served.call(training.flow_run) == training.run
     attempt = Stage(tmp_path, "command").attempts[-1]
@@ -92,7 +92,7 @@ def test_a_killed_flow_process_or_orchestrator_is_crashed_until_a_retry(
     assert before.standing == "running", "the work goes on without it"
     training.retry()
     training.retry()  # a second click
-    eventually(lambda: served.state(training.flow_run)["type"] == "RUNNING", 120)
+    eventually(lambda: served.state(training.flow_run)["type"] == "RUNNING")
     again = refiner("resume", training.run, f"workspace={tmp_path}", "--no-server")
     assert again.code == 2
     assert training.orchestrator == before, "followed again, and not started again"
@@ -102,7 +102,7 @@ def test_a_killed_flow_process_or_orchestrator_is_crashed_until_a_retry(
     assert end["type"] == "CRASHED"
     assert "was killed" in end["message"]
     training.retry()
-    eventually(lambda: training.orchestrator.standing == "running", 120)
+    eventually(lambda: training.orchestrator.standing == "running")
     done = refiner("cancel", training.run, f"workspace={tmp_path}")
     assert done.code == 0, done.stderr
     end = served.ends(training.flow_run, 120)
@@ -115,15 +115,15 @@ def test_a_suspended_flow_run_begins_no_stage_until_resumed(served: Served, tmp_
     flow_run = training.flow_run
     served.suspend(flow_run)
     (events,) = tmp_path.glob("runs/*/events.jsonl")
-    eventually(lambda: '"event": "cancel"' in events.read_text(), 120)
+    eventually(lambda: '"event": "cancel"' in events.read_text())
     training.may_end.touch()
-    eventually(lambda: not training.orchestrator.works, 120)
+    eventually(lambda: not training.orchestrator.works)
     assert Stage(tmp_path, "command").result(), "what ran has ended by itself"
     assert not Stage(tmp_path, "publish").attempts
-    eventually(lambda: served.state(flow_run)["name"] == "Suspended", 120)
+    eventually(lambda: served.state(flow_run)["name"] == "Suspended")
     served.prefect.post(f"/flow_runs/{flow_run}/resume")
-    eventually(lambda: list(tmp_path.glob("stages/publish-*/result.json")), 240)
-    eventually(lambda: not training.orchestrator.works, 120)
+    eventually(lambda: list(tmp_path.glob("stages/publish-*/result.json")))
+    eventually(lambda: not training.orchestrator.works)
     assert served.ends(flow_run)["type"] == "COMPLETED"
     assert len(Stage(tmp_path, "command").attempts) == 1
 
@@ -224,7 +224,7 @@ def runs_of(served: Served, name: str, *states: str) -> list[dict[str, Any]]:
 
 def test_the_servers_schedule_begins_a_night(served: Served) -> None:
     over = ("COMPLETED", "FAILED", "CRASHED")
-    (first, *_) = eventually(lambda: runs_of(served, "soon", *over), 240)
+    (first, *_) = eventually(lambda: runs_of(served, "soon", *over))
     assert first["state"]["type"] == "COMPLETED", first["state"]
     assert first["auto_scheduled"], "the server's clock has begun it"
     status = refiner("nightly", "status", str(served.folder / "soon.yaml"), "--json").json
@@ -255,7 +255,7 @@ def test_an_automation_begins_a_night_after_a_run(served: Served) -> None:
         recipe="tiny", workspace=str(served.folder / "elsewhere"), overrides=DATA_ALONE
     )
     assert served.ends(run)["type"] == "COMPLETED"
-    (begun,) = eventually(lambda: runs_of(served, "after", "RUNNING", "COMPLETED", "FAILED"), 120)
+    (begun,) = eventually(lambda: runs_of(served, "after", "RUNNING", "COMPLETED", "FAILED"))
     end = served.ends(begun["id"])
     assert end["type"] == "COMPLETED", end
     assert refiner("nightly", "status", str(served.folder / "after.yaml"), "--json").json["nights"]

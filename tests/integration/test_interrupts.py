@@ -52,7 +52,7 @@ def test_a_killed_run_ends_bitwise_equal(
     # Ctrl-C: saved, exit code 6, and the way on is named
     wait_until(lambda: len(grpo.attempts) == 2 and len(grpo.steps()) >= 4, "the second attempt")
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=120)
+    _, told = process.communicate(timeout=400)
     assert process.returncode == 6, told
     assert "refiner resume" in told
 

@@ -72,7 +72,7 @@ def test_ctrl_c_records_no_proof(tmp_path: Path) -> None:
     started = "proofs/scratch/*/straight/stages/data-*/attempts/0001/started.json"
     wait_until(lambda: list(workspace.glob(started)), "the first worker")
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=120)
+    _, told = process.communicate(timeout=400)
     assert process.returncode == 6, told
     assert "nothing was recorded" in told
     left = [json.loads(p.read_text()) for p in workspace.glob("proofs/*/proof.json")]

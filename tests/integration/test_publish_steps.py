@@ -136,7 +136,7 @@ def test_a_dead_run_is_published(
     run.send_signal(signal.SIGKILL)
     worker = wait_until(lambda: grpo.worker, "the worker")
     worker.kill_group()
-    run.communicate(timeout=60)
+    run.communicate(timeout=400)
     done = refiner("publish", f"workspace={workspace}", "--step", "6", *HUB, "--no-server")
     steps = [p.name for p in workspace.glob("stages/grpo-*/checkpoints/step-*")]
     assert done.code == 0, (done.stderr, steps)

@@ -58,7 +58,7 @@ def neighbour(workspace: Workspace) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(400)
 
 
 class Going:

@@ -43,7 +43,7 @@ def test_killed_sampling_resumes_to_the_same_rows(tmp_path: Path, small: tuple[s
     sample, rft = Stage(workspace, "sample"), Stage(workspace, "rft")
     wait_until(lambda: len(sample.steps()) >= 2, "the second batch")
     sample.kill()
-    said, errors = process.communicate(timeout=240)
+    said, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     assert len(sample.attempts) == 2
 

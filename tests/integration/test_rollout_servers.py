@@ -212,11 +212,11 @@ def test_a_trainer_that_is_killed_leaves_neither_servers_nor_memory(
         [sys.executable, "-c", LIFE, str(memory), str(work)], cwd=Path(__file__).parents[2]
     )
     try:
-        wait_until(lambda: sum("sleep" in p.name() for p in marked(work)) == 4, "they run", 120)
+        wait_until(lambda: sum("sleep" in p.name() for p in marked(work)) == 4, "they run")
         assert list(memory.iterdir())
     finally:
         trainer.send_signal(signal.SIGKILL)
-        trainer.wait(60)
+        trainer.wait(400)
     wait_until(lambda: not marked(work), "its servers end")
     wait_until(lambda: not list(memory.iterdir()), "its memory is given back")
 
@@ -371,7 +371,7 @@ def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
         wait_until(lambda: stage.steps()[1:], "the second step")
         [server] = serving(stage.folder)
         server.kill()
-        _, errors = process.communicate(timeout=200)
+        _, errors = process.communicate(timeout=400)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)

@@ -46,7 +46,7 @@ def test_jobs_of_two_runs_have_different_gpus_and_a_third_waits(
     wait_until((tmp_path / "c.sees").exists, "the third job")
     assert len((tmp_path / "c.sees").read_text().strip().split(",")) == 2
     for process in (first, second, third):
-        process.wait(60)
+        process.wait(400)
 
 
 def test_a_run_that_never_fits_is_refused_at_once(

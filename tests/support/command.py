@@ -161,7 +161,7 @@ def start(*args: str, cwd: Path | None = None) -> subprocess.Popen[str]:
     )
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 240) -> Any:
     """The first true value of ``condition``.
 
     Raises:

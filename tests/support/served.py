@@ -78,7 +78,7 @@ def served_in(folder: Path, *files: str, **env: str) -> Iterator[Served]:
         return "Ready" in text
 
     try:
-        eventually(ready, 120)
+        eventually(ready)
         yield Served(prefect, folder)
     finally:
         process.send_signal(signal.SIGINT)

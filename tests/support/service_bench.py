@@ -115,7 +115,7 @@ class Bench:
 
     def wait_for_questions(self, count: int) -> None:
         """Until a server has been asked so often (of that two to check it)."""
-        wait_until(lambda: len(self.lines("asked")) >= count, f"{count} questions", 60)
+        wait_until(lambda: len(self.lines("asked")) >= count, f"{count} questions")
 
     def service(self) -> ServiceStatus:
         """The one server as `refiner judge servers` lists it."""

@@ -62,7 +62,7 @@ def _no_thread_is_left() -> Any:
 
 def wait_until_closed(environment: Counting) -> None:
     """Wait for episodes that their own threads close a moment later."""
-    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
+    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed")
 
 
 def winning(conversation: int, attempt: int) -> str:
@@ -465,7 +465,7 @@ def test_urgent_work_is_done_before_older_work() -> None:
     for key in (3, 4):
         pool.submit(key, lambda key=key: order.append(key), 30.0)
     free.set()
-    wait_until(lambda: pool.ended(1.0) and len(order) == 4, "all work", 30)
+    wait_until(lambda: pool.ended(1.0) and len(order) == 4, "all work")
     pool.abandon()
     assert order == [3, 4, 1, 2]
 

@@ -146,11 +146,11 @@ def test_a_heartbeat_goes_on(begun: Path, tmp_path: Path, monkeypatch: pytest.Mo
         return int((workspace.read_heartbeat(STAGE.id, 2) or {"counter": 0})["counter"])
 
     with reads.mounted(), run:
-        wait_until(lambda: len(reads.operations) > 40 and beats() > 3, "a heartbeat", 60)
+        wait_until(lambda: len(reads.operations) > 40 and beats() > 3, "a heartbeat")
         workspace.request_stop_of(STAGE.id, 2, "interrupted", "a test")
         assert not run.stop_requested
         reads.fix()
-        wait_until(lambda: run.stop_requested, "the request", 60)
+        wait_until(lambda: run.stop_requested, "the request")
         run.fail(Interrupted("stopped"))
 
 

@@ -260,7 +260,7 @@ def test_the_watch_of_the_disk_survives_failing_reads(tmp_path: Path) -> None:
     told: list[DiskEvent] = []
     needs = [0]
     with reads.mounted(), DiskWatch(DiskManager(workspace, config), lambda: needs[0], told.append):
-        wait_until(lambda: len(reads.operations) > 20, "reads", 60)
+        wait_until(lambda: len(reads.operations) > 20, "reads")
         reads.fix()
         needs[0] = 1 << 60
-        wait_until(lambda: any(event.kind == "short" for event in told), "a shortage", 60)
+        wait_until(lambda: any(event.kind == "short" for event in told), "a shortage")
