@@ -36,15 +36,25 @@ def cluster() -> Iterator[Cluster]:
 def test_a_full_quota_changes_no_weights(
     small_run: tuple[Path, Finished], small: tuple[str, ...], cluster: Cluster, tmp_path: Path
 ) -> None:
-    undisturbed = Stage(small_run[0], "grpo")
+    def workspace_in(folder: Path) -> Path:
+        """One in which GRPO alone is left to do."""
+        for kind in ("data", "sft"):
+            done = Stage(small_run[0], kind).folder
+            copy = folder / "stages" / done.name
+            shutil.copytree(done, copy, ignore=shutil.ignore_patterns("checkpoints"))
+        return folder
+
+    # Long enough for a preemption, which takes Slurm seconds, to find it at work.
+    overrides = (*small, *LONGER, "grpo.num_training_steps=24", "stages=[data,sft,grpo]")
+    root = workspace_in(tmp_path / "undisturbed")
+    control = refiner("run", "tiny", f"workspace={root}", *overrides, "--no-server")
+    assert control.code == 0, control.stderr
+    undisturbed = Stage(root, "grpo")
     with quota_folder(tmp_path / "q", 72) as disk:
-        for kind in ("data", "sft"):  # GRPO alone is left to do
-            folder = Stage(small_run[0], kind).folder
-            copy = disk.folder / "disturbed" / "stages" / folder.name
-            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("checkpoints"))
+        workspace_in(disk.folder / "disturbed")
         disturbed = tell(
             *("disturbed", cluster, disk.folder),
-            (*small, *LONGER, "stages=[data,sft,grpo]", "grpo.save_freq=1"),
+            (*overrides, "grpo.save_freq=2"),
             partition="low",
             faults=[Fault(4, "kill", kill_orchestrator), Fault(6, "preempt", preempt)],
             fill=[
