@@ -87,9 +87,7 @@ def test_a_run_is_a_flow_run_with_tasks_and_artifacts(prefect: PrefectApi, tmp_p
 
     # Each stage that began is a task run after those that it is made from.
     titles = {call.plan.by_name[n].title for n in (*STAGES[1:4], "evaluate-sft", "evaluate-base")}
-    runs = eventually(
-        lambda: (r := prefect.task_runs(flow_run["id"])) and set(r) == titles and r, 30
-    )
+    runs = eventually(lambda: (r := prefect.task_runs(flow_run["id"])) and set(r) == titles and r)
     assert all(run["tags"] == [] for run in runs.values()), "a tag costs a concurrency slot"
     sft, grpo = (call.plan.by_name[n].title for n in ("sft", "grpo"))
     assert (sft, grpo) in prefect.edges(flow_run["id"])
@@ -149,7 +147,7 @@ def test_a_killed_orchestrator_shows_as_crashed(prefect: PrefectApi, tmp_path: P
         run = eventually(lambda: in_state(prefect, call, "CRASHED"))
     assert "was killed" in run["state"]["message"]
     assert f"`refiner resume {call.run}" in run["state"]["message"]
-    eventually(lambda: states(prefect, run)["data"][0] == "CRASHED", 15)
+    eventually(lambda: states(prefect, run)["data"][0] == "CRASHED")
 
 
 def follower_of(call: RecordedCall) -> psutil.Process:
@@ -178,7 +176,7 @@ def test_the_next_run_closes_a_flow_run_without_follower(
         after.end()
         run = eventually(lambda: in_state(prefect, vanished, "CRASHED"))
         assert "refiner status" in run["state"]["message"]
-        eventually(lambda: states(prefect, run)["data"][0] == "CRASHED", 15)
+        eventually(lambda: states(prefect, run)["data"][0] == "CRASHED")
         eventually(lambda: in_state(prefect, after, "COMPLETED"))
 
 

@@ -68,7 +68,7 @@ class Bench:
 
     def plan(self, *more: str, seed: int = 1, **serve: Any) -> Plan:
         """``data → judge → grpo`` with the server's arguments ``more``; the data are done."""
-        settings = ServeConfig(**{"idle_timeout_s": 0.6, "start_timeout_s": 20.0, **serve})
+        settings = ServeConfig(**{"idle_timeout_s": 0.6, "start_timeout_s": 120.0, **serve})
         judge = JudgeConfig(
             kind="openai",
             model="m",
@@ -128,7 +128,7 @@ class Bench:
         tries = "stages/serve-*/attempts/*/intent.json"
         root = self.workspace.root
         wait_until(
-            lambda: len([*root.glob(outcome)]) == len([*root.glob(tries)]), "the server's end", 30
+            lambda: len([*root.glob(outcome)]) == len([*root.glob(tries)]), "the server's end"
         )
         assert self.alive() == []
         return self.service()

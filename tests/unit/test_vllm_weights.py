@@ -79,7 +79,7 @@ def test_a_head_that_stayed_old_is_found_and_the_server_replaced(tmp_path: Path)
             return admin
 
     servers, model = InThreads(1), tiny_model(1)
-    fleet = Plain(servers, tmp_path, tiny_tokenizer(), tolerance=1e-3, window=WINDOW, timeout_s=30)
+    fleet = Plain(servers, tmp_path, tiny_tokenizer(), tolerance=1e-3, window=WINDOW, timeout_s=240)
     try:
         fleet.sync(whole(tiny_model()), "0")
         fleet.sync(whole(model), "1")
