@@ -14,6 +14,8 @@ from infra.store.provenance import read_proof
 from infra.store.workspace import Workspace
 from tests.support.command import ROOT, SMALL, Finished, refiner, start, wait_until
 
+#: A kill in the middle, after some saves.
+ONCE = ("--interruptions", "1", "--seed", "1")
 BROKEN = ROOT / "tests" / "support" / "broken_resume"
 
 
@@ -27,8 +29,8 @@ def proofs(done: Finished) -> dict[str, Any]:
 
 def test_killed_grpo_is_bitwise(small: tuple[str, ...], tmp_path: Path) -> None:
     workspace = tmp_path / "runs"
-    words = ("stages=[data,grpo,evaluate,publish]", "--steps", "4", "--interruptions", "1")
-    done = prove(workspace, small, *words)
+    words = ("stages=[data,grpo,evaluate,publish]", "--steps", "6")
+    done = prove(workspace, small, *words, *ONCE)
     assert done.code == 0, done.stderr
     proof = proofs(done)["grpo"]
     assert proof["verdict"] == "bitwise"
@@ -36,6 +38,7 @@ def test_killed_grpo_is_bitwise(small: tuple[str, ...], tmp_path: Path) -> None:
         *("loss trace", "rollouts", "weights", "data cursor", "optimiser", "random states")
     }
     assert [i["how"] for i in proof["interruptions"]] == ["kill"], "`make prove` stops it, too"
+    assert proof["interruptions"][0]["resumed_from_step"] >= 1
     assert "kill -9 in step" in done.stderr
     assert "Next: `refiner run tiny" in done.stderr
     # It is found by the fingerprint of the whole recipe, and nothing else is left behind.
@@ -51,8 +54,8 @@ def test_resume_without_optimiser_diverges(tmp_path: Path, monkeypatch: pytest.M
     path = os.pathsep.join(filter(None, [str(BROKEN), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("PYTHONPATH", path)
     workspace = tmp_path / "runs"
-    words = ("stages=[data,sft]", "sft.eval_freq=1", "--interruptions", "1")
-    done = prove(workspace, SMALL, *words, "--steps", "4")
+    words = ("stages=[data,sft]", "sft.eval_freq=1", "--steps", "8")
+    done = prove(workspace, SMALL, *words, *ONCE)
     assert done.code == 1, done.stderr
     proof = proofs(done)["sft"]
     assert proof["verdict"] == "diverged"
