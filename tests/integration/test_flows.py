@@ -20,7 +20,7 @@ import pytest
 from infra.prefect_server import ensure_server
 from infra.store.orchestrators import OrchestratorProcess, orchestrator_of
 from infra.store.workspace import Workspace
-from tests.support.command import ROOT, Stage, environment, own_trainer, refiner
+from tests.support.command import ROOT, Stage, called, environment, own_trainer, refiner
 from tests.support.prefect_server import PrefectApi, eventually, private_server
 from tests.support.served import FINAL, Served, served_in
 
@@ -227,7 +227,7 @@ def test_the_servers_schedule_begins_a_night(served: Served) -> None:
     (first, *_) = eventually(lambda: runs_of(served, "soon", *over))
     assert first["state"]["type"] == "COMPLETED", first["state"]
     assert first["auto_scheduled"], "the server's clock has begun it"
-    status = refiner("nightly", "status", str(served.folder / "soon.yaml"), "--json").json
+    status = called("nightly", "status", str(served.folder / "soon.yaml"), "--json").json
     assert "done" in status["nights"].values()
 
 
@@ -258,7 +258,7 @@ def test_an_automation_begins_a_night_after_a_run(served: Served) -> None:
     (begun,) = eventually(lambda: runs_of(served, "after", "RUNNING", "COMPLETED", "FAILED"))
     end = served.ends(begun["id"])
     assert end["type"] == "COMPLETED", end
-    assert refiner("nightly", "status", str(served.folder / "after.yaml"), "--json").json["nights"]
+    assert called("nightly", "status", str(served.folder / "after.yaml"), "--json").json["nights"]
 
 
 def test_a_missing_pool_is_refused_with_those_that_exist(served: Served, tmp_path: Path) -> None:

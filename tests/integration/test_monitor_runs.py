@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.command import Finished, Stage, refiner
+from tests.support.command import Finished, Stage, called, refiner
 from tests.support.judge_server import JudgeServer, digest_of, score
 
 ROWS = 40
@@ -78,12 +78,12 @@ def test_the_stop_is_a_result_and_later_stages_proceed(stopped: tuple[Path, Fini
 
 def test_status_report_and_card_say_so(stopped: tuple[Path, Finished]) -> None:
     workspace, _ = stopped
-    said = refiner("status", f"workspace={workspace}")
+    said = called("status", f"workspace={workspace}")
     assert "stopped by its monitor at step" in said.stdout
-    assert "stopped-by-monitor" in refiner("runs", f"workspace={workspace}", "--json").stdout
-    page = refiner("report", f"workspace={workspace}", "--json").json
+    assert "stopped-by-monitor" in called("runs", f"workspace={workspace}", "--json").stdout
+    page = called("report", f"workspace={workspace}", "--json").json
     assert {"monitor/proxy", "monitor/gold"} <= {c["metric"] for c in page["curves"]}
     assert "best by gold" in " ".join(page["warnings"])
     card = next(workspace.glob("published/**/README.md")).read_text()
     assert "training was stopped at step" in card
-    assert refiner("card", "check", str(next(workspace.glob("published/**/README.md")))).code == 0
+    assert called("card", "check", str(next(workspace.glob("published/**/README.md")))).code == 0

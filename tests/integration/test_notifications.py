@@ -18,7 +18,7 @@ import pytest
 from flows.notifying import sender
 from flows.notifying.sender import unsent
 from infra.store.workspace import Workspace
-from tests.support.command import environment, refiner
+from tests.support.command import called, environment, refiner
 from tests.support.hook import Hook
 from tests.support.told_campaign import patch_router, told_run
 
@@ -137,9 +137,9 @@ def test_a_failed_channel_is_reported_and_fails_no_run(
 ) -> None:
     assert told_run(place.root, {"command": "exit 7"}).exit_code == 0
     assert "ended with code 7" in capfd.readouterr().err
-    done = refiner("status", f"workspace={place.root}")
+    done = called("status", f"workspace={place.root}")
     assert "ended with code 7" in done.stdout
-    (event,) = refiner("status", f"workspace={place.root}", "--json").json["not_told"]
+    (event,) = called("status", f"workspace={place.root}", "--json").json["not_told"]
     assert (event["channel"], event["kind"]) == ("command", "finished")
 
 
@@ -204,6 +204,6 @@ def test_notify_test_reports_the_result_of_each_channel(tmp_path: Path, hook: Ho
     assert "did not take the message (HTTP 404)" in done.stdout
     assert "notify.webhook will be refused by the next version" in done.stderr
     assert "secret-path" not in done.stdout + done.stderr
-    refused = refiner("plan", "tiny", f"notify.urls=[{hook.address}]")
+    refused = called("plan", "tiny", f"notify.urls=[{hook.address}]")
     assert (refused.code, "secret-path" in refused.stderr) == (2, False)
     assert "name of the environment variable" in refused.stderr

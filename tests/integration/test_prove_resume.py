@@ -12,7 +12,7 @@ import pytest
 
 from infra.store.provenance import read_proof
 from infra.store.workspace import Workspace
-from tests.support.command import ROOT, SMALL, Finished, refiner, start, wait_until
+from tests.support.command import ROOT, SMALL, Finished, called, refiner, start, wait_until
 
 #: A kill in the middle, after some saves.
 ONCE = ("--interruptions", "1", "--seed", "1")
@@ -42,7 +42,7 @@ def test_killed_grpo_is_bitwise(small: tuple[str, ...], tmp_path: Path) -> None:
     assert "kill -9 in step" in done.stderr
     assert "Next: `refiner run tiny" in done.stderr
     # It is found by the fingerprint of the whole recipe, and nothing else is left behind.
-    plan = refiner("plan", "tiny", f"workspace={workspace}", *small, words[0], "--json").json
+    plan = called("plan", "tiny", f"workspace={workspace}", *small, words[0], "--json").json
     (stage,) = [s for s in plan["stages"] if s["stage"] == "grpo"]
     assert (stage["action"], stage["fingerprint"]) == ("run", proof["fingerprint"])
     recorded = read_proof(Workspace.read_only(workspace), stage["id"])

@@ -24,7 +24,7 @@ from refiner_core.data.prepared import load_demonstrations
 from refiner_core.judges import LexicalJudge
 from refiner_core.rejection.attempts import RejectionAttempt, load_attempts
 from refiner_core.rejection.stage import sample_attempts
-from tests.support.command import Stage, refiner, start, wait_until
+from tests.support.command import Stage, called, start, wait_until
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import recipe, save_answering_inputs, tiny_tokenizer
 from tests.support.vllm_server import shim
@@ -79,7 +79,7 @@ def test_killed_sampling_resumes_to_the_same_rows(tmp_path: Path, small: tuple[s
     assert trained["demonstrations"] == len(rows) == kept
     assert trained["steps"] == 3
 
-    listed = refiner("status", f"workspace={workspace}", "--json").json
+    listed = called("status", f"workspace={workspace}", "--json").json
     stages = listed["stages"] if "stages" in listed else listed["runs"][0]["stages"]
     assert [(s["name"], s["state"]) for s in stages] == [
         ("data", "done"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import LONGER, Finished, Stage, refiner
+from tests.support.command import LONGER, Finished, Stage, called, refiner
 from tests.support.quota import quota_folder
 from tests.support.require import require
 from tests.support.slurm_cluster import Cluster, ClusterSpec, missing, running_cluster
@@ -62,7 +62,7 @@ def test_a_full_quota_changes_no_weights(
                 *("--until-seen", "[errno 122"),
             ],
         )
-        shown = refiner("status", f"workspace={disk.folder / 'disturbed'}", "--json").json
+        shown = called("status", f"workspace={disk.folder / 'disturbed'}", "--json").json
     assert disturbed.hashes == undisturbed.hashes(), "weights, to the byte"
     assert disturbed.trace == undisturbed.trace(), "no step twice, none missing"
     ends = [outcome.get("failure") for outcome in disturbed.outcomes]
