@@ -84,6 +84,7 @@ prove: setup  ## the long proofs: learning, recovery under faults, statistics, m
 	$(BIN)/python -m tests.prove.neighbour
 	$(BIN)/python -m tests.prove.hangs
 	$(BIN)/python -m tests.prove.simulation --mutations
+	REFINER_THOROUGH=1 $(BIN)/python -m pytest -q tests/unit/test_every_*.py
 	$(BIN)/python -m tests.prove.statistics
 	$(BIN)/python -m tests.prove.labels
 	$(BIN)/python -m tests.prove.criteria
@@ -93,18 +94,8 @@ prove: setup  ## the long proofs: learning, recovery under faults, statistics, m
 
 bench: setup  ## speeds, each against its rival in one run
 	$(BIN)/python -m tests.bench
-	$(BIN)/python -m tests.bench.dispatch
-	$(BIN)/python -m tests.bench.recovery
-	$(BIN)/python -m tests.bench attacks
-	$(BIN)/python -m tests.bench sweeps
-	$(BIN)/python -m tests.bench sweep_again
-	$(BIN)/python -m tests.bench report
-	$(BIN)/python -m tests.bench startup
-	$(BIN)/python -m tests.bench episodes
-	$(BIN)/python -m tests.bench grpo_step
-	$(BIN)/python -m tests.bench trainer
-	$(BIN)/python -m tests.bench memory
-	$(BIN)/python -m tests.bench gpu
+	for name in attacks sweeps failures judgements many_runs many_samples monitor grpo_step trainer \
+	  memory checkpoint_stall gpu; do $(BIN)/python -m tests.bench $$name || exit 1; done
 
 pictures: setup  ## the pictures of the READMEs, from a real run and a real sweep (some twenty minutes)
 	$(BIN)/refiner run tiny

@@ -43,7 +43,6 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 180, 48
 BENCHES = (
     "attacks",
     "checkpoint_stall",
-    "episodes",
     "failures",
     "gpu",
     "grpo_step",
@@ -52,7 +51,6 @@ BENCHES = (
     "many_samples",
     "memory",
     "monitor",
-    "startup",
     "sweeps",
     "trainer",
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from filelock import FileLock
 
 from infra.prefect_server import ensure_server
 from tests.support.browser import Page, chromium
-from tests.support.command import SMALL, Stage, refiner
+from tests.support.command import LONGER, SMALL, Finished, Stage, refiner
 from tests.support.prefect_server import PrefectApi, private_server
 from tests.support.require import require
 from tests.support.slurm_cluster import Cluster, missing, running_cluster
@@ -56,24 +59,36 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         yield tab
 
 
+def made_once(
+    factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Finished]
+) -> tuple[Path, Finished]:
+    """A workspace that the first test process that needs it makes for all, and the call's end."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    workspace, note = base / name, base / f"{name}.json"
+    with FileLock(base / f"{name}.lock"):
+        if not note.exists():
+            done = make(workspace)
+            assert done.code == 0, done.stderr
+            note.write_text(json.dumps(asdict(done)))
+    return workspace, Finished(**json.loads(note.read_text()))
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that gives some valid answers. From an untrained one, every reward is 0, every group
-    is dropped, and GRPO moves nothing that a test could look at. The first test process that needs
-    it trains it for all."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    workspace = folder / "trained"
-    with FileLock(folder / "trained.lock"):
-        if not list(workspace.glob("stages/sft-*/result.json")):
-            done = refiner(
-                *("run", "tiny", f"workspace={workspace}", "stages=[data,sft]", "--no-server"),
-                *("data.synthetic_sft_rows=800", "data.synthetic_rl_rows=20"),
-                *("sft.max_train_steps=60", "sft.pack_length=1024", "sft.eval_freq=1000"),
-                *("sft.save_freq=1000", "tracking.wandb=disabled"),
-            )
-            assert done.code == 0, done.stderr
+    is dropped, and GRPO moves nothing that a test could look at."""
+
+    def make(workspace: Path) -> Finished:
+        return refiner(
+            *("run", "tiny", f"workspace={workspace}", "stages=[data,sft]", "--no-server"),
+            *("data.synthetic_sft_rows=800", "data.synthetic_rl_rows=20"),
+            *("sft.max_train_steps=60", "sft.pack_length=1024", "sft.eval_freq=1000"),
+            *("sft.save_freq=1000", "tracking.wandb=disabled"),
+        )
+
+    workspace, _ = made_once(tmp_path_factory, "trained", make)
     return Stage(workspace, "sft").attempts[-1] / "output" / "model"
 
 
@@ -84,3 +99,35 @@ def small(trained: Path) -> tuple[str, ...]:
 
 
 _RATES = ("learning_rate", "muon_learning_rate")
+
+
+@pytest.fixture(scope="session")
+def small_run(
+    tmp_path_factory: pytest.TempPathFactory, small: tuple[str, ...]
+) -> tuple[Path, Finished]:
+    """The small recipe, run once and undisturbed for all tests that only look at it or copy it."""
+
+    def make(workspace: Path) -> Finished:
+        words = ("run", "tiny", f"workspace={workspace}", *small, *LONGER)
+        return refiner(*words, "--no-server", "--json")
+
+    return made_once(tmp_path_factory, "small-run", make)
+
+
+@pytest.fixture(scope="session")
+def with_data(
+    tmp_path_factory: pytest.TempPathFactory, small: tuple[str, ...]
+) -> Callable[[Path], Path]:
+    """Puts the finished stage `data` of the small recipe into a workspace; returns that."""
+
+    def make(workspace: Path) -> Finished:
+        words = ("run", "tiny", f"workspace={workspace}", *small, "stages=[data]")
+        return refiner(*words, "--no-server")
+
+    source, _ = made_once(tmp_path_factory, "data", make)
+
+    def copy(workspace: Path) -> Path:
+        shutil.copytree(source / "stages", workspace / "stages")
+        return workspace
+
+    return copy

@@ -210,7 +210,7 @@ def refiner(house: Path, *calls: tuple[str, ...]) -> list[Any]:
 
 STAGES = (
     "stages=[data,sft,merge,publish,evaluate]",
-    "evaluate.models=[base,merge]",
+    "evaluate.models=[merge]",
     "evaluate.decoding=[greedy]",
 )
 RECIPE = ("tiny", *SMALL, *STAGES, "workspace=runs")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from tests.support.command import ROOT, SMALL, Stage, kill_orchestrator, refiner, start, wait_until
+from tests.support.command import LONGER, ROOT, Finished, Stage, refiner
 
 TRAINER = ROOT / "tests" / "support" / "external_trainer.py"
 TINY = ROOT / "refiner_core" / "models" / "tiny"
@@ -23,9 +23,9 @@ EVALUATED = (
     "data.synthetic_rl_rows=40",
     "data.max_prompt_token_length=256",
     "grpo.response_length=32",
-    "evaluate.max_prompts=4",
-    "evaluate.num_samples=2",
-    "evaluate.bootstrap_samples=200",
+    "evaluate.max_prompts=2",
+    "evaluate.decoding=[greedy]",
+    "evaluate.bootstrap_samples=100",
     "tracking.wandb=disabled",
 )
 
@@ -99,31 +99,20 @@ def test_a_dead_run_is_adopted_and_published(dead_run: Path, tmp_path: Path) -> 
 # ---------------------------------------------------------------- refiner's own
 
 
-def test_a_moved_workspace_and_a_copied_stage_continue_to_the_same_weights(tmp_path: Path) -> None:
-    words = ("run", "tiny", *SMALL, "stages=[data,sft]", "sft.max_train_steps=24", "--no-server")
-    control, old, new = (tmp_path / name for name in ("control", "old", "new"))
-    assert refiner(*words, f"workspace={control}").code == 0
-    process = start(*words, f"workspace={old}")
-    stage = Stage(old, "sft")
-    wait_until(lambda: len(stage.steps()) >= 3, "three steps of SFT")
-    kill_orchestrator(process)
-    stage.kill()
-    old.rename(new)
-    run = refiner("resume", f"workspace={new}", "--no-server", "--json")
-    assert run.code == 0, run.stderr
-    here, there = Stage(new, "sft"), Stage(control, "sft")
-    assert here.hashes() == there.hashes()
-    assert here.trace() == there.trace()
-    assert json.loads((here.attempts[-1] / "started.json").read_text())["resumed"]["step"] >= 1
-
-    copied = tmp_path / "third" / "stages" / there.folder.name
-    shutil.copytree(there.folder, copied)
-    shutil.copytree(
-        Stage(control, "data").folder, copied.parent / Stage(control, "data").folder.name
-    )
-    (copied / "result.json").unlink()
-    newest = sorted(copied.glob("checkpoints/step-*"))[-1]
+def test_a_copied_stage_with_a_cut_off_save_continues_to_the_same_weights(
+    small_run: tuple[Path, Finished], small: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A moved workspace does, too: test_interrupts."""
+    source, copied = small_run[0], tmp_path / "runs"
+    for kind in ("data", "sft"):
+        folder = Stage(source, kind).folder
+        shutil.copytree(folder, copied / "stages" / folder.name)
+    stage = Stage(copied, "sft")
+    (stage.folder / "result.json").unlink()
+    newest = sorted(stage.folder.glob("checkpoints/step-*"))[-1]
     next(p for p in newest.iterdir() if p.stat().st_size > 1000).write_bytes(b"cut")
-    third = refiner(*words, f"workspace={tmp_path / 'third'}")
-    assert third.code == 0, third.stderr
-    assert Stage(tmp_path / "third", "sft").hashes() == there.hashes()
+    words = ("run", "tiny", *small, *LONGER, "stages=[data,sft]", "--no-server")
+    done = refiner(*words, f"workspace={copied}")
+    assert done.code == 0, done.stderr
+    assert json.loads((stage.attempts[-1] / "started.json").read_text())["resumed"]["step"] == 4
+    assert stage.hashes() == Stage(source, "sft").hashes()

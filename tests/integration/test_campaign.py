@@ -198,9 +198,8 @@ def test_a_killed_worker_is_resumed_from_its_last_checkpoint(workspace: Workspac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_kills_at_random_moments_lose_and_double_no_step(workspace: Workspace, seed: int) -> None:
-    dice = random.Random(seed)
+def test_kills_at_random_moments_lose_and_double_no_step(workspace: Workspace) -> None:
+    dice = random.Random(0)
     plan = small_plan("data", retries=RetryConfig(killed=99))
     stage_id = plan.by_name["data"].id
     tell(workspace, data={"steps": 40, "step_s": 0.03, "save_every": 3, "bytes": 200_000})
@@ -253,10 +252,10 @@ def nine_steps(workspace: Workspace) -> Workspace:
     return workspace
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_kills_at_any_operation_lose_and_double_nothing(nine_steps: Workspace, seed: int) -> None:
-    """Of the orchestrator, before or after any file or job that it makes."""
-    rng = random.Random(seed)
+def test_kills_at_any_operation_lose_and_double_nothing(nine_steps: Workspace) -> None:
+    """Of the orchestrator, before or after any file or job that it makes; `make prove` has ten
+    thousand in virtual time."""
+    rng = random.Random(1)
     deaths = [rng.randint(1, 40) for _ in range(4)]
     codes = [run_dying(nine_steps, number) for number in deaths]
     assert -9 in codes, "nobody was killed"
@@ -343,8 +342,9 @@ def test_a_hung_worker_is_killed_and_resumed(workspace: Workspace) -> None:
     worker = worker_of(workspace, plan, "data")
     os.kill(worker.pid, signal.SIGSTOP)  # as a process stuck in a dead file system
     view = campaign.join()["data"]
-    assert (view.state, view.attempt) == ("done", 2)
-    first = record(workspace, plan, "data").attempts[0]
+    assert view.state == "done"
+    first, *more = record(workspace, plan, "data").attempts
+    assert more
     assert first.outcome.failure == "hung"
     assert not worker.alive
 

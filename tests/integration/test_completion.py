@@ -100,13 +100,13 @@ def typed(shell: list[str], setup: str, keys: str, wanted: str, env: dict[str, s
         start_new_session=True,
     )  # fmt: skip
     os.close(follower)
-    shown, deadline = "", time.monotonic() + 30
+    shown, deadline = "", time.monotonic() + 120
     try:
         os.write(leader, f"{setup}; PS1='rea''dy> '\n".encode())
         for awaited, then in (("ready> ", keys), (wanted, "")):
             while awaited not in shown and time.monotonic() < deadline:
                 if select.select([leader], [], [], 0.1)[0]:
-                    shown += os.read(leader, 65536).decode(errors="replace")
+                    shown += os.read(leader, 65536).decode(errors="replace").replace("\a", "")
             if then:
                 shown = ""
                 os.write(leader, then.encode())
@@ -114,7 +114,7 @@ def typed(shell: list[str], setup: str, keys: str, wanted: str, env: dict[str, s
         process.kill()
         process.wait()
         os.close(leader)
-    return shown.replace("\a", "")
+    return shown
 
 
 BASH = ("refiner plan tiny-z\tgrpo.kl_e\t4 judge.kind=o\t", "kl_estimator=kl4 judge.kind=openai")

@@ -47,7 +47,7 @@ def test_a_detached_run_is_cancelled_killed_and_resumed_to_its_end(tmp_path: Pat
     wait_until(lambda: len(stage.steps()) >= 2, "the second step")
     ended = refiner("cancel", where, "--json")
     assert (ended.code, ended.json["by"], ended.json["ended"]) == (0, "orchestrator", True)
-    wait_until(lambda: stage.worker and not stage.worker.alive, "the end of the worker", 20)
+    wait_until(lambda: stage.worker and not stage.worker.alive, "the end of the worker")
     assert standing(tmp_path / "runs") == "ended"
     assert called("cancel", where, "--json").json["by"] == "nobody"
 
@@ -60,7 +60,7 @@ def test_a_detached_run_is_cancelled_killed_and_resumed_to_its_end(tmp_path: Pat
     assert stage.worker.alive
     ended = refiner("cancel", run, "command", where, "--json")
     assert (ended.code, ended.json["by"], ended.json["ended"]) == (0, "here", True)
-    wait_until(lambda: stage.worker and not stage.worker.alive, "the end of the worker", 20)
+    wait_until(lambda: stage.worker and not stage.worker.alive, "the end of the worker")
 
     may_end.touch()
     done = refiner("resume", run, where, "--no-server", "--json", cwd=Path("/"))
@@ -106,11 +106,11 @@ def test_a_run_as_a_job_is_restarted_by_slurm(slurm: Cluster, tmp_path: Path) ->
     )
     assert left.code == 0, left.stderr
     job, stage = left.json["job"], Stage(workspace, "command")
-    wait_until(lambda: len(stage.steps()) >= 1, "the first step", 60)
+    wait_until(lambda: len(stage.steps()) >= 1, "the first step")
     who = status(workspace)["orchestrator"]
     assert who["job"] == job
     subprocess.run(["scontrol", "requeue", job], check=True)
-    wait_until(lambda: status(workspace)["orchestrator"]["turn"] == 2, "the second turn", 90)
+    wait_until(lambda: status(workspace)["orchestrator"]["turn"] == 2, "the second turn")
     may_end.touch()
-    wait_until(lambda: status(workspace)["finished"], "the end of the run", 90)
+    wait_until(lambda: status(workspace)["finished"], "the end of the run")
     assert status(workspace)["orchestrator"]["job"] == job

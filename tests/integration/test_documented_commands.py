@@ -25,7 +25,7 @@ import pytest
 from flows.cli.main import main
 from infra.store.workspace import Workspace
 from refiner_core.data.synthetic import generate_rows
-from tests.support.command import SMALL, refiner
+from tests.support.command import LONGER, Finished
 from tests.support.documented import ROOT, Shown, anchors, links, paths_named, shown_commands
 from tests.support.judge_server import JudgeServer
 from tests.support.known_judges import KnownJudge
@@ -34,8 +34,11 @@ from tests.support.require import require
 from tests.support.slurm_cluster import missing
 
 COMMANDS = shown_commands()
-#: The small recipe, with as few jobs as make a run that all commands can look at.
-SMALLEST = (*SMALL, "evaluate.models=[grpo]")
+#: More overrides of the second run, which the first is compared with.
+SECOND = (
+    *("sft.max_train_steps=2", "grpo.num_training_steps=2", "evaluate.models=[grpo]"),
+    *("evaluate.decoding=[greedy]", "stages=[data,sft,grpo,evaluate]"),
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Trial:
     planned with the same words. ``slurm``: it needs one. ``where``: ``swept`` is a folder whose
     workspace has a finished sweep, ``checkout`` that of the project. ``by``: the file of tests that
     runs it.
-    ``words`` are put in the place of others, ``stdin`` is typed, ``codes`` are good ends.
+    ``words`` are put in the place of others, ``more`` is added, ``stdin`` is typed, ``codes`` are
+    good ends.
     """
 
     pattern: str
@@ -56,6 +60,7 @@ class Trial:
     where: str = ""
     by: str = ""
     words: tuple[tuple[str, str], ...] = ()
+    more: tuple[str, ...] = ()
     stdin: str = ""
     codes: tuple[int, ...] = (0,)
 
@@ -66,7 +71,8 @@ _TRIALS = "citation-weight-tiny:citation-0/seed1 citation-weight-tiny:citation-0
 #: The first whose pattern fits the whole command counts; without one it is run as it stands.
 TRIALS = (
     Trial("make (run|test)", words=(("make ", "make --dry-run "),), where="checkout"),
-    Trial("refiner run tiny( seed=2 .*)?", small=True),
+    Trial("refiner run tiny", small=True),
+    Trial("refiner run tiny seed=2 .*", small=True, more=SECOND),
     Trial("refiner run tiny dispatch.*", planned=True, words=_SLURM),
     Trial("refiner run RECIPE .*", planned=True, words=(("RECIPE", "tiny"),)),
     Trial("(CUDA_VISIBLE_DEVICES=.* )?refiner run .*", planned=True),
@@ -77,7 +83,7 @@ TRIALS = (
     Trial("refiner (tag|rm|bundle) RUN.*", words=(("RUN", "{first}"),)),
     Trial("refiner unbundle .*", words=(("RUN", "{first}"), ("DIR", "unbundled"))),
     Trial("refiner disk pin .*", words=(("grpo-0123456789ab", "{grpo}"),)),
-    Trial("refiner publish RUN .*", words=(("RUN --step 50", "{first} --step 5"),), small=True),
+    Trial("refiner publish RUN .*", words=(("RUN --step 50", "{first} --step 8"),)),
     Trial("refiner (cancel|resume)", codes=(0, 2)),  # nothing is left to end or to go on with
     Trial("refiner environments play .*", stdin="finish\n", codes=(0, 1)),  # unsolved
     Trial("refiner environments show tau2", codes=(0, 8)),  # where it is not installed
@@ -116,6 +122,7 @@ class Place:
 
     folder: Path
     names: dict[str, str]
+    small: tuple[str, ...]
 
     @property
     def newest(self) -> str:
@@ -128,8 +135,8 @@ class Place:
         for old, new in trial.words:
             assert old in text, f"no {old} in {text}"
             text = text.replace(old, new.format(second=self.newest, **self.names))
-        more = " ".join(map(shlex.quote, SMALLEST)) if trial.small and "publish" not in text else ""
-        text = f"{text} {more}"
+        more = (*self.small, *trial.more) if trial.small else ()
+        text = " ".join((text, *map(shlex.quote, more)))
         cwd = {"": self.folder, "swept": self.folder / "swept", "checkout": ROOT}[trial.where]
         python_path = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
         env = {
@@ -171,14 +178,17 @@ def in_process(text: str, cwd: Path, env: dict[str, str]) -> subprocess.Complete
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """Made once; the small run in it is the only one that trains before the first command."""
+def place(
+    tmp_path_factory: pytest.TempPathFactory,
+    small_run: tuple[Path, Finished],
+    small: tuple[str, ...],
+) -> Iterator[Place]:
+    """Made once, with a copy of the small run."""
     folder = tmp_path_factory.mktemp("reader")
     write_files(folder)
-    done = refiner("run", "tiny", *SMALLEST, "--no-server", cwd=folder)
-    assert done.code == 0, done.stderr
+    shutil.copytree(small_run[0], folder / "runs")
     workspace = Workspace.read_only(folder / "runs")
-    (first,) = workspace.run_ids()
+    first = workspace.run_ids()[0]  # another test may have called it again
     stages = workspace.read_run(first).stages
     sweep = RecordedSweep(
         folder / "swept" / "runs", ("citation-0", "citation-0.5"), name="citation-weight-tiny"
@@ -195,7 +205,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         (folder / "my-judge.yaml").write_text(
             f"judge: {{kind: openai, base_url: {judge.base_url}, model: scripted}}\n"
         )
-        made = Place(folder, names)
+        made = Place(folder, names, (*small, *LONGER))
         yield made
         made.type(Shown("", "refiner server stop"), Trial(""))
 

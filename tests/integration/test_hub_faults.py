@@ -169,7 +169,7 @@ def test_two_publishers_may_race(hub: LoopbackHub, tmp_path: Path, first: int, s
 
     def in_between(_: Request) -> None:
         done = publisher(hub, tmp_path, second)
-        _, said = done.communicate(timeout=60)
+        _, said = done.communicate(timeout=400)
         assert done.returncode == 0, said
 
     hub.faults = [Fault("call", where=writes_to("/commit/"), does=in_between)]

@@ -39,7 +39,7 @@ from tests.support.judge_server import (
 )
 from tests.support.rewarding import ScriptedJudge
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 PROMPTS, SAMPLES = 16, 4
 REWARD = RewardConfig(rubric_source="instance")
@@ -89,7 +89,7 @@ def faultless() -> tuple[RewardResult, ...]:
 
 
 def a_judge(base_url: str, around: JudgeContext | None = None, **changes: Any) -> OpenAIJudge:
-    config = JudgeConfig(kind="openai", model="m", base_url=base_url, timeout_s=10.0)
+    config = JudgeConfig(kind="openai", model="m", base_url=base_url, timeout_s=60.0)
     config = replace(config, **({"structured_output": "none", "concurrency": 64} | changes))
     return OpenAIJudge(config, around, first_backoff_s=0.01, breaker=QUICK)
 

@@ -17,7 +17,7 @@ import pytest
 from flows.nightly.checkpoints import resolve
 from infra.store.workspace import Workspace
 from refiner_core.nightly.definition import Checkpoint, CheckpointSource
-from tests.support.command import Finished, Stage, refiner
+from tests.support.command import Finished, Stage, called, refiner
 from tests.support.judge_server import JudgeServer, digest_of, score
 
 ROWS = 40
@@ -90,12 +90,12 @@ def test_the_message_of_the_end_and_a_night_say_so(stopped: tuple[Path, Finished
 
 def test_status_report_and_card_say_so(stopped: tuple[Path, Finished]) -> None:
     workspace, _ = stopped
-    said = refiner("status", f"workspace={workspace}")
+    said = called("status", f"workspace={workspace}")
     assert "stopped by its monitor at step" in said.stdout
-    assert "stopped-by-monitor" in refiner("runs", f"workspace={workspace}", "--json").stdout
-    page = refiner("report", f"workspace={workspace}", "--json").json
+    assert "stopped-by-monitor" in called("runs", f"workspace={workspace}", "--json").stdout
+    page = called("report", f"workspace={workspace}", "--json").json
     assert {"monitor/proxy", "monitor/gold"} <= {c["metric"] for c in page["curves"]}
     assert "best by gold" in " ".join(page["warnings"])
     card = next(workspace.glob("published/**/README.md")).read_text()
     assert "training was stopped at step" in card
-    assert refiner("card", "check", str(next(workspace.glob("published/**/README.md")))).code == 0
+    assert called("card", "check", str(next(workspace.glob("published/**/README.md")))).code == 0

@@ -12,7 +12,7 @@ import pytest
 
 from flows.checking.sources import model_digest
 from refiner_core.nightly.definition import Schedule
-from tests.support.command import refiner
+from tests.support.command import called, refiner
 from tests.support.judge_server import JudgeServer, completion
 
 FILE = """
@@ -57,7 +57,7 @@ class Place:
         return dict(done.json)
 
     def history(self) -> list[dict[str, Any]]:
-        done = refiner("nightly", "history", str(self.file), "--json")
+        done = called("nightly", "history", str(self.file), "--json")
         assert done.code == 0, done.stderr
         return list(done.json["rows"])
 

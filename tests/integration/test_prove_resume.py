@@ -12,8 +12,10 @@ import pytest
 
 from infra.store.provenance import read_proof
 from infra.store.workspace import Workspace
-from tests.support.command import ROOT, SMALL, Finished, refiner, start, wait_until
+from tests.support.command import ROOT, SMALL, Finished, called, refiner, start, wait_until
 
+#: A kill in the middle, after some saves.
+ONCE = ("--interruptions", "1", "--seed", "1")
 BROKEN = ROOT / "tests" / "support" / "broken_resume"
 
 
@@ -25,22 +27,22 @@ def proofs(done: Finished) -> dict[str, Any]:
     return {p["stage"]: p for p in done.json["proofs"]}
 
 
-def test_grpo_killed_and_stopped_is_bitwise(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_killed_grpo_is_bitwise(small: tuple[str, ...], tmp_path: Path) -> None:
     workspace = tmp_path / "runs"
-    words = ("stages=[data,grpo,evaluate,publish]", "--steps", "6", "--interruptions", "2")
-    done = prove(workspace, small, *words)
+    words = ("stages=[data,grpo,evaluate,publish]", "--steps", "6")
+    done = prove(workspace, small, *words, *ONCE)
     assert done.code == 0, done.stderr
     proof = proofs(done)["grpo"]
     assert proof["verdict"] == "bitwise"
     assert {c["quantity"] for c in proof["comparisons"] if c["compared"]} == {
         *("loss trace", "rollouts", "weights", "data cursor", "optimiser", "random states")
     }
-    assert [i["how"] for i in proof["interruptions"]] in (["kill", "stop"], ["stop", "kill"])
-    assert all(i["resumed_from_step"] is None or i["step"] for i in proof["interruptions"])
+    assert [i["how"] for i in proof["interruptions"]] == ["kill"], "`make prove` stops it, too"
+    assert proof["interruptions"][0]["resumed_from_step"] >= 1
     assert "kill -9 in step" in done.stderr
     assert "Next: `refiner run tiny" in done.stderr
     # It is found by the fingerprint of the whole recipe, and nothing else is left behind.
-    plan = refiner("plan", "tiny", f"workspace={workspace}", *small, words[0], "--json").json
+    plan = called("plan", "tiny", f"workspace={workspace}", *small, words[0], "--json").json
     (stage,) = [s for s in plan["stages"] if s["stage"] == "grpo"]
     assert (stage["action"], stage["fingerprint"]) == ("run", proof["fingerprint"])
     recorded = read_proof(Workspace.read_only(workspace), stage["id"])
@@ -52,8 +54,8 @@ def test_resume_without_optimiser_diverges(tmp_path: Path, monkeypatch: pytest.M
     path = os.pathsep.join(filter(None, [str(BROKEN), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("PYTHONPATH", path)
     workspace = tmp_path / "runs"
-    words = ("stages=[data,sft]", "sft.eval_freq=1", "--interruptions", "2")
-    done = prove(workspace, SMALL, *words, "--steps", "8")
+    words = ("stages=[data,sft]", "sft.eval_freq=1", "--steps", "8")
+    done = prove(workspace, SMALL, *words, *ONCE)
     assert done.code == 1, done.stderr
     proof = proofs(done)["sft"]
     assert proof["verdict"] == "diverged"
@@ -73,7 +75,7 @@ def test_ctrl_c_records_no_proof(tmp_path: Path) -> None:
     started = "proofs/scratch/*/straight/stages/data-*/attempts/0001/started.json"
     wait_until(lambda: list(workspace.glob(started)), "the first worker")
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=120)
+    _, told = process.communicate(timeout=400)
     assert process.returncode == 6, told
     assert "nothing was recorded" in told
     left = [json.loads(p.read_text()) for p in workspace.glob("proofs/*/proof.json")]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ def events_of(workspace: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("steps") / "runs"
+def workspace(tmp_path_factory: pytest.TempPathFactory, with_data: Callable[[Path], Path]) -> Path:
+    return with_data(tmp_path_factory.mktemp("steps") / "runs")
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +125,10 @@ def test_by_hand_what_is_published_is_not_published_again(
 # ---------------------------------------------------------------- when something is in the way
 
 
-def test_a_dead_run_is_published(hub: LoopbackHub, small: tuple[str, ...], tmp_path: Path) -> None:
-    workspace = tmp_path / "runs"
+def test_a_dead_run_is_published(
+    hub: LoopbackHub, small: tuple[str, ...], tmp_path: Path, with_data: Callable[[Path], Path]
+) -> None:
+    workspace = with_data(tmp_path / "runs")
     arguments = ("run", "tiny", f"workspace={workspace}", *small, *STEPS, "stages=[data,grpo]")
     run = start(*arguments, "--no-server")
     grpo = Stage(workspace, "grpo")
@@ -133,22 +136,19 @@ def test_a_dead_run_is_published(hub: LoopbackHub, small: tuple[str, ...], tmp_p
     run.send_signal(signal.SIGKILL)
     worker = wait_until(lambda: grpo.worker, "the worker")
     worker.kill_group()
-    run.communicate(timeout=60)
+    run.communicate(timeout=400)
     done = refiner("publish", f"workspace={workspace}", "--step", "6", *HUB, "--no-server")
     steps = [p.name for p in workspace.glob("stages/grpo-*/checkpoints/step-*")]
     assert done.code == 0, (done.stderr, steps)
     assert "tags/step-6" in hub.refs("me/refiner")
     assert "model.safetensors" in hub.contents("me/refiner", "step-6")
-    on = refiner(*arguments, "--no-server", "--quiet")
-    assert on.code == 0, on.stderr
-    assert grpo.result()["report"]["steps"] == 12
 
 
 def test_a_hub_that_refuses_stops_no_training_and_the_same_command_publishes_later(
-    hub: LoopbackHub, small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: LoopbackHub, small: tuple[str, ...], tmp_path: Path, with_data: Callable[[Path], Path]
 ) -> None:
     """The token expires while the run trains."""
-    workspace = tmp_path / "runs"
+    workspace = with_data(tmp_path / "runs")
     arguments = (
         *("run", "tiny", f"workspace={workspace}", *small, *STEPS, *HUB),
         *("stages=[data,grpo,publish]", "publish.which=every-save", "publish.patience_s=2"),

@@ -22,7 +22,6 @@ from tests.support.command import ROOT, SMALL, Stage, environment, wait_until
 from tests.support.command import start as start_command
 from tests.support.listening import beyond_loopback, listening
 from tests.support.plans import OWNER, small_plan
-from tests.support.slurm_cluster import Cluster
 
 PLAN = small_plan("data")
 STAGE = PLAN.by_name["data"]
@@ -60,7 +59,7 @@ def start(workspace: Workspace) -> Iterator[Start]:
     for process in started:
         if process.poll() is None:
             process.kill()
-            process.wait(30)
+            process.wait(400)
 
 
 def record(workspace: Workspace) -> StageRecord:
@@ -76,7 +75,7 @@ def last(workspace: Workspace) -> tuple[Attempt, str]:
 def rank(workspace: Workspace, number: int) -> int:
     """The process of a rank, once it has begun."""
     path = workspace.root / f"rank-{number}.pid"
-    return int(wait_until(lambda: path.exists() and path.read_text(), f"rank {number}", 90))
+    return int(wait_until(lambda: path.exists() and path.read_text(), f"rank {number}"))
 
 
 def saved(workspace: Workspace) -> list[int]:
@@ -93,7 +92,7 @@ def launched_for(worker: int) -> list[psutil.Process]:
 def test_the_error_of_the_first_failing_rank_is_shown(workspace: Workspace, start: Start) -> None:
     """Rank 0 meets the consequence; rank 1 had the cause."""
     worker = start(steps=1000, fails=1)
-    assert worker.wait(120) == 2
+    assert worker.wait(400) == 2
     attempt, log = last(workspace)
     outcome = attempt.outcome
     assert (outcome.failure, outcome.decision) == ("bad_configuration", "stop")
@@ -106,9 +105,9 @@ def test_the_error_of_the_first_failing_rank_is_shown(workspace: Workspace, star
 
 def test_a_killed_rank_ends_the_attempt_and_it_resumes(workspace: Workspace, start: Start) -> None:
     worker = start(steps=1000, step_s=0.5)
-    wait_until(lambda: len(saved(workspace)) >= 2, "two checkpoints", 90)
+    wait_until(lambda: len(saved(workspace)) >= 2, "two checkpoints")
     os.kill(rank(workspace, 1), signal.SIGKILL)
-    assert worker.wait(60) == 1
+    assert worker.wait(400) == 1
     attempt, _ = last(workspace)
     assert (attempt.outcome.failure, attempt.outcome.decision) == ("killed", "resume")
     assert "Rank 1 " in attempt.outcome.message
@@ -117,17 +116,17 @@ def test_a_killed_rank_ends_the_attempt_and_it_resumes(workspace: Workspace, sta
     # Asked to stop as Slurm asks: every process, the worker or not. It saves, and can go on.
     worker = start(steps=1000, step_s=0.2)
     begun = max(saved(workspace))
-    wait_until(lambda: max(saved(workspace)) > begun, "a checkpoint of the second attempt", 90)
+    wait_until(lambda: max(saved(workspace)) > begun, "a checkpoint of the second attempt")
     for process in launched_for(worker.pid):
         process.terminate()
-    assert worker.wait(60) == 6
+    assert worker.wait(400) == 6
     attempt, _ = last(workspace)
     assert (attempt.outcome.failure, attempt.outcome.decision) == ("interrupted", "resume")
     stopped = int((workspace.root / "rank-0.stopped").read_text())
     assert max(saved(workspace)) == stopped
 
     worker = start(steps=stopped + 2)
-    assert worker.wait(120) == 0
+    assert worker.wait(400) == 0
     done = record(workspace)
     assert done.result.report == {"steps": stopped + 2, "begun": stopped}
     lines = read_metrics(workspace.layout.attempt(STAGE.id, 3).metrics)
@@ -137,20 +136,20 @@ def test_a_killed_rank_ends_the_attempt_and_it_resumes(workspace: Workspace, sta
 def test_a_killed_worker_leaves_no_process_behind(workspace: Workspace, start: Start) -> None:
     worker = start(steps=1000)
     rank(workspace, 1)
-    wait_until(lambda: saved(workspace), "a checkpoint", 90)
+    wait_until(lambda: saved(workspace), "a checkpoint")
     family = [ProcessId.of(p.pid) for p in launched_for(worker.pid)]
     assert len(family) >= 5, "worker, watchdog, agent, two ranks"
     worker.kill()
-    worker.wait(30)
+    worker.wait(400)
     for process in family:
-        assert process.wait_ended(20), process
+        assert process.wait_ended(60), process
 
 
 # ---------------------------------------------------------------- the real training
 
 TRAINING = (
     *(option for option in SMALL if not option.startswith(("sft.", "grpo."))),
-    *("sft.max_train_steps=8", "sft.eval_freq=4", "sft.save_freq=1", "--no-server"),
+    *("sft.max_train_steps=8", "sft.eval_freq=8", "sft.save_freq=1", "--no-server"),
     *("sft.gradient_accumulation_steps=2", "sft.pack_length=512"),
 )
 
@@ -166,13 +165,16 @@ def rank_1_of(stage: Stage) -> psutil.Process:
 
 
 @pytest.fixture
-def call(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def call(
+    tmp_path: Path, trained: Path, with_data: Callable[[Path], Path]
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts ``refiner run`` in this test's workspace; nothing of it is left at the end."""
     called: list[subprocess.Popen[str]] = []
+    where = f"workspace={with_data(tmp_path / 'runs')}"
 
     def call_refiner(*overrides: str) -> subprocess.Popen[str]:
-        where = f"workspace={tmp_path}/runs"
-        called.append(start_command("run", "tiny", where, *TRAINING, *overrides))
+        model = f"model.name_or_path={trained}"
+        called.append(start_command("run", "tiny", where, *TRAINING, model, *overrides))
         return called[-1]
 
     yield call_refiner
@@ -180,7 +182,7 @@ def call(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         if process.poll() is None:
             process.kill()
             process.communicate()
-    for kind in ("data", "sft", "grpo"):
+    for kind in ("data", "sft"):
         stage = Stage(tmp_path / "runs", kind)
         if stage.attempts and stage.worker is not None and stage.worker.alive:
             stage.kill()
@@ -189,18 +191,13 @@ def call(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def test_training_in_two_processes_outlives_a_killed_rank(
     tmp_path: Path, call: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    sft, grpo = Stage(tmp_path / "runs", "sft"), Stage(tmp_path / "runs", "grpo")
-    process = call(
-        *("stages=[data,sft,grpo]", "sft.nproc_per_node=2", "grpo.nproc_per_node=2"),
-        *("grpo.deepspeed_stage=3", "grpo.num_training_steps=2"),
-        *("grpo.num_unique_prompts_rollout=2", "grpo.num_samples_per_prompt_rollout=4"),
-    )
-    wait_until(lambda: len(sft.steps()) >= 2 or process.poll() is not None, "two steps", 200)
+    """GRPO under ZeRO-3 does so on two nodes: test_rollout_nodes."""
+    sft = Stage(tmp_path / "runs", "sft")
+    process = call("stages=[data,sft]", "sft.nproc_per_node=2")
+    wait_until(lambda: len(sft.steps()) >= 2 or process.poll() is not None, "two steps")
     assert listening(sft.worker.pid), "gloo does, as long as they train"
     assert beyond_loopback(sft.worker.pid) == []
     rank_1_of(sft).kill()
-    wait_until(lambda: grpo.steps() or process.poll() is not None, "a step of ZeRO-3", 300)
-    assert beyond_loopback(grpo.worker.pid) == []
     _, told = process.communicate(timeout=400)
     assert process.returncode == 0, told
     outcomes = [json.loads((a / "outcome.json").read_text())["outcome"] for a in sft.attempts]
@@ -210,40 +207,3 @@ def test_training_in_two_processes_outlives_a_killed_rank(
     report = sft.result()["report"]
     assert (report["ranks"], report["nodes"], report["engine"]) == (2, 1, "torch")
     assert report["resumed_on"] == []
-    report = grpo.result()["report"]
-    assert (report["ranks"], report["engine"]) == (2, "DeepSpeed ZeRO-3")
-    assert report["steps"] == 2
-    assert (grpo.attempts[-1] / "output" / "model" / "model.safetensors").exists()
-
-
-@pytest.mark.slurm
-@pytest.mark.slow
-def test_two_nodes_train_one_model_and_save_on_sigterm(
-    slurm: Cluster,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: Callable[..., subprocess.Popen[str]],
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the nodes are one machine
-    profile = tmp_path / "profile.yaml"
-    profile.write_text(json.dumps({"name": "test", "cpu_stages": "slurm"}))
-    sft = Stage(tmp_path / "runs", "sft")
-    process = call(
-        *("stages=[data,sft]", "sft.resources.nodes=2"),
-        *("dispatch.executor=slurm", f"dispatch.profile={profile}"),
-        *("dispatch.scheduler_poll_s=0.5", "dispatch.backoff_s=0.5"),
-    )
-    wait_until(lambda: len(sft.steps()) >= 2 or process.poll() is not None, "two steps", 200)
-    job = json.loads((sft.attempts[0] / "job.json").read_text())["job_id"]
-    slurm.run("scancel", "--signal=TERM", str(job))
-    _, told = process.communicate(timeout=200)
-    assert process.returncode == 0, told
-    first, second = sft.attempts
-    outcome = json.loads((first / "outcome.json").read_text())["outcome"]
-    assert outcome["failure"] == "interrupted", "asked, and not killed"
-    resumed = json.loads((second / "started.json").read_text())["resumed"]
-    assert resumed["step"] == len(read_metrics(first / "metrics.jsonl")), "nothing was lost"
-    report = sft.result()["report"]
-    assert (report["ranks"], report["nodes"], report["engine"]) == (2, 2, "torch")
-    assert sft.steps() == list(range(1, 9))
-    assert not list(sft.folder.glob("attempts/*/nodes.json")), "no key is left lying about"

@@ -58,17 +58,17 @@ def neighbour(workspace: Workspace) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(400)
 
 
 class Going:
     """A campaign on one stage whose saves take a while."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: Workspace, steps: int = 2) -> None:
         self.workspace = workspace
         retries = RetryConfig(killed=1)
         self.plan: Plan = small_plan("data", disk=DISK, backoff_s=0.1, retries=retries)
-        behaviour = {"data": {"steps": 2, "bytes": 6 * MIB, "save_s": 0.3}}
+        behaviour = {"data": {"steps": steps, "bytes": 6 * MIB, "save_s": 0.3}}
         (workspace.root / "behaviour.json").write_text(json.dumps(behaviour))
         self.run = replace(run_record(workspace, self.plan), config=to_json(self.plan.config))
 
@@ -127,7 +127,7 @@ def test_a_worker_that_dies_on_a_full_disk_costs_no_retry(workspace: Workspace) 
 
 
 def test_a_read_only_file_system_is_waited_for(workspace: Workspace, quota: QuotaFolder) -> None:
-    going = Going(workspace)
+    going = Going(workspace, steps=12)  # it is made read-only while there is one to save
     log = workspace.layout.attempt(going.plan.by_name["data"].id, 1).log
     wait_until(lambda: going.attempts and going.attempts[0].started_at, "a worker")
     wait_until(log.exists, "its log")

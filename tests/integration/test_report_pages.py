@@ -110,7 +110,7 @@ def test_a_running_page_loads_itself_again_and_stays_where_it_was(
     show(kind, "running_report", f"v={view}&d=dark", reload_s=1)
     browser.run("window.first = true; scrollTo(0, 20)")
     loaded = "!window.first && document.readyState == 'complete'"
-    wait_until(lambda: browser.run(loaded), "a reload", 30)
+    wait_until(lambda: browser.run(loaded), "a reload")
     assert seen(browser, ".view > h2") == [dict(views(kind))[view]]
     assert browser.run("scrollY") == 20
     assert browser.run("document.documentElement.dataset.scheme") == "dark"

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.model.loading import LoadedModel
 from refiner_core.training.ranks import Ranks
 from refiner_core.training.rollouts.policies import ServedPolicy
-from tests.support.command import Stage, refiner
+from tests.support.command import Stage, start, wait_until
+from tests.support.slurm_cluster import Cluster
 from tests.support.tiny_training import furthest, recipe, tiny_model, tiny_tokenizer
 from tests.support.vllm_fleet import requests
 from tests.support.vllm_processes import control, marked, serving, status
@@ -180,32 +181,45 @@ def test_a_server_that_does_not_start_on_another_node_gives_its_reason(tmp_path:
 @pytest.mark.slurm
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("slurm")
-def test_a_job_on_two_nodes_samples_on_servers_of_both(
-    tmp_path: Path, small: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_a_job_on_two_nodes_samples_on_servers_of_both_and_saves_on_sigterm(
+    slurm: Cluster,
+    tmp_path: Path,
+    small: tuple[str, ...],
+    with_data: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Under ZeRO-3, so that weights are gathered for both nodes."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the nodes are one machine
     profile = tmp_path / "profile.yaml"
     profile.write_text(json.dumps({"name": "test", "cpu_stages": "slurm"}))
-    done = refiner(
-        *("run", "tiny", f"workspace={tmp_path / 'runs'}", "--no-server", *small),
-        *("stages=[data,grpo]", "grpo.resources.nodes=2", "grpo.num_training_steps=3"),
-        *("grpo.deepspeed_stage=3", "grpo.generation_backend=vllm"),
+    stage = Stage(tmp_path / "runs", "grpo")
+    process = start(
+        *("run", "tiny", f"workspace={with_data(tmp_path / 'runs')}", "--no-server", *small),
+        *("stages=[data,grpo]", "grpo.resources.nodes=2", "grpo.num_training_steps=6"),
+        *("grpo.save_freq=6", "grpo.deepspeed_stage=3", "grpo.generation_backend=vllm"),
         f"grpo.rollout_server.setup=['export PATH={shim(tmp_path / 'bin')}:$PATH']",
         *("dispatch.executor=slurm", f"dispatch.profile={profile}"),
         *("dispatch.scheduler_poll_s=0.5", "dispatch.backoff_s=0.5"),
-        timeout_s=800,
     )
-    assert done.code == 0, done.stderr
-    stage = Stage(tmp_path / "runs", "grpo")
+    wait_until(lambda: stage.steps() or process.poll() is not None, "a step", 600)
+    job = json.loads((stage.attempts[0] / "job.json").read_text())["job_id"]
+    slurm.run("scancel", "--signal=TERM", str(job))
+    _, told = process.communicate(timeout=600)
+    assert process.returncode == 0, told
+    first, second = stage.attempts
+    outcome = json.loads((first / "outcome.json").read_text())["outcome"]
+    assert outcome["failure"] == "interrupted", "asked, and not killed"
+    resumed = json.loads((second / "started.json").read_text())["resumed"]
+    assert resumed["step"] == len(read_metrics(first / "metrics.jsonl")), "nothing was lost"
     report = stage.result()["report"]
-    assert (report["ranks"], report["nodes"], report["steps"]) == (2, 2, 3)
-    [attempt] = stage.attempts
-    lines = read_metrics(attempt / "metrics.jsonl")
+    assert (report["ranks"], report["nodes"], report["steps"]) == (2, 2, 6)
+    assert report["engine"] == "DeepSpeed ZeRO-3"
+    assert stage.steps() == list(range(1, 7))
+    assert not list(stage.folder.glob("attempts/*/nodes.json")), "no key is left lying about"
+    lines = read_metrics(second / "metrics.jsonl")
     # Of samples of either server: those of another model would be far off.
     assert all(line.metrics.get("val/sampler_logprob_gap", 0) < 1e-3 for line in lines)
-    log = (attempt / "log.txt").read_text()
+    log = (second / "log.txt").read_text()
     assert "[rollouts] " in log
     assert "[rank 1] [rollouts 1] " in log
     assert not marked(stage.folder)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,13 +212,13 @@ def test_a_trainer_that_is_killed_leaves_neither_servers_nor_memory(
         [sys.executable, "-c", LIFE, str(memory), str(work)], cwd=Path(__file__).parents[2]
     )
     try:
-        wait_until(lambda: sum("sleep" in p.name() for p in marked(work)) == 4, "they run", 120)
+        wait_until(lambda: sum("sleep" in p.name() for p in marked(work)) == 4, "they run")
         assert list(memory.iterdir())
     finally:
         trainer.send_signal(signal.SIGKILL)
-        trainer.wait(10)
-    wait_until(lambda: not marked(work), "its servers end", 30)
-    wait_until(lambda: not list(memory.iterdir()), "its memory is given back", 30)
+        trainer.wait(400)
+    wait_until(lambda: not marked(work), "its servers end")
+    wait_until(lambda: not list(memory.iterdir()), "its memory is given back")
 
 
 def test_shared_memory_of_servers_goes_with_the_folder(memory: Path) -> None:
@@ -357,9 +357,9 @@ def test_a_stop_does_not_wait_for_servers(path: Path, memory: Path, tmp_path: Pa
 
 
 def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
-    tmp_path: Path, small: tuple[str, ...]
+    tmp_path: Path, small: tuple[str, ...], with_data: Callable[[Path], Path]
 ) -> None:
-    workspace = tmp_path / "runs"
+    workspace = with_data(tmp_path / "runs")
     before = set(Path("/dev/shm").iterdir())
     process = start(
         *("run", "tiny", f"workspace={workspace}", "--no-server", *small, "stages=[data,grpo]"),
@@ -371,7 +371,7 @@ def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
         wait_until(lambda: stage.steps()[1:], "the second step")
         [server] = serving(stage.folder)
         server.kill()
-        _, errors = process.communicate(timeout=200)
+        _, errors = process.communicate(timeout=400)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
@@ -394,7 +394,11 @@ def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["a server like vLLM", "vllm"])
 def test_an_evaluation_on_servers_gives_the_answers_of_the_model(
-    tmp_path: Path, small: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, engine: str
+    tmp_path: Path,
+    small: tuple[str, ...],
+    with_data: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
 ) -> None:
     """The same greedy answers as with transformers, in float32, under a protocol of its own."""
     server = f"setup=['export PATH={shim(tmp_path / 'bin')}:$PATH']"
@@ -403,10 +407,10 @@ def test_an_evaluation_on_servers_gives_the_answers_of_the_model(
         require("vllm", python, "REFINER_VLLM_PYTHON names no interpreter that has vLLM")
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         server = f"python={python}"
-    workspace, straight = tmp_path / "runs", tmp_path / "straight"
+    workspace, straight = with_data(tmp_path / "runs"), tmp_path / "straight"
     done = refiner(
         *("run", "tiny", f"workspace={workspace}", "--no-server", "stages=[data,evaluate]"),
-        *(*small, "evaluate.models=[base]", "evaluate.batch_size=8", "evaluate.num_samples=2"),
+        *(*small, "evaluate.models=[base]", "evaluate.batch_size=8"),
         *("evaluate.generation_backend=vllm", f"grpo.rollout_server.{server}"),
         "grpo.rollout_server.args=['--enforce-eager']",
         timeout_s=800,

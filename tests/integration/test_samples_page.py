@@ -47,14 +47,14 @@ def rows(browser: Page) -> list[str]:
         text = str(browser.run("document.querySelector('#count').textContent"))
         return " of 33 samples" in text and "searched" not in text
 
-    wait_until(ready, "the list", 20)
+    wait_until(ready, "the list")
     return seen(browser, ".tall .row")
 
 
 def sample(browser: Page, text: str) -> str:
     """The text of the shown sample, once it has this one."""
     found = "document.querySelector('.sample').innerText"
-    wait_until(lambda: text in browser.run(found), text, 20)
+    wait_until(lambda: text in browser.run(found), text)
     return str(browser.run(found))
 
 
@@ -136,7 +136,7 @@ def test_a_missing_part_is_named(browser: Page, folder: Path) -> None:
     rows(browser)
     browser.run("all.sources.forEach(s => { s.key = 'gone'; })")
     browser.run("document.querySelector('.tall a').click()")
-    wait_until(lambda: "gone-0.js is missing" in browser.text(), "the error", 20)
+    wait_until(lambda: "gone-0.js is missing" in browser.text(), "the error")
 
 
 def test_a_served_report_leads_to_its_samples(browser: Page, folder: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_served_report_leads_to_its_samples(browser: Page, folder: Path) -> No
         assert "There is no such page." in browser.text()
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(20)
+        process.wait(400)
 
 
 def test_a_report_leads_to_its_samples(browser: Page, folder: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_published_run_leaves_no_secret_anywhere_not_even_when_it_is_killed(
         Fault("call", where=lambda r: r.method == "PUT", does=kill),
     ]
     process = start(*call)
-    said = process.communicate(timeout=120)
+    said = process.communicate(timeout=400)
     assert len(publish.attempts) > 1, "it was killed in the middle of the upload"
     done = Finished(process.returncode, *said)
     assert done.code == 0, done.stderr

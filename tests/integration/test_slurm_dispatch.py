@@ -108,7 +108,7 @@ def test_a_job_preempted_without_grace_keeps_its_id(slurm: Cluster, tmp_path: Pa
     slurm.run("sbatch", *_ON_N1, "--partition=high", "--wrap=sleep 0.5")
     waiting = rough.wait(request, lambda s: s.state == "PENDING")
     assert (waiting.liveness, waiting.running) == ("live", False)
-    assert rough.wait_dead(request, 40).state == "COMPLETED"
+    assert rough.wait_dead(request).state == "COMPLETED"
     restarts = [
         json.loads(line.partition(" ")[2])["SLURM_RESTART_COUNT"]
         for line in rough.said(request)
@@ -136,7 +136,7 @@ def test_a_lost_node_requeues_a_job_or_is_a_node_failure(slurm: Cluster, tmp_pat
     finally:
         slurm.start_node("n3")
     assert (status.end.failure, status.node) == ("node_failure", "n3")
-    assert campaign.wait_dead(request, 40).state == "COMPLETED"
+    assert campaign.wait_dead(request).state == "COMPLETED"
 
 
 def test_of_a_job_on_two_nodes_the_one_that_failed_is_avoided(
@@ -181,7 +181,7 @@ def test_a_failed_start_holds_the_job_until_its_release(slurm: Cluster, tmp_path
     blocked.unlink()
     slurm.run("scontrol", "update", "nodename=n2", "state=resume", check=False)
     campaign.dispatcher.release(campaign.open(request))
-    assert campaign.wait_dead(request, 40).state == "COMPLETED"
+    assert campaign.wait_dead(request).state == "COMPLETED"
 
 
 @pytest.mark.parametrize("size", [1, 5])
@@ -201,7 +201,7 @@ def test_a_crash_after_sbatch_loses_and_doubles_nothing(
     assert {s.liveness for s in campaign.look(*requests).values()} == {"live"}
     assert [campaign.job_id(r) for r in requests] == ids
     for request in requests:
-        assert campaign.wait_dead(request, 40).state == "COMPLETED"
+        assert campaign.wait_dead(request).state == "COMPLETED"
         assert sum(line.startswith("begin") for line in campaign.said(request)) == 1
 
 
@@ -252,7 +252,7 @@ def test_gpus_are_requested_by_either_option(slurm: Cluster, tmp_path: Path, opt
 
 def test_a_job_saves_before_its_time_limit(limited: tuple[Campaign, object]) -> None:
     campaign, request = limited
-    status = campaign.wait_dead(request, 130)
+    status = campaign.wait_dead(request)
     said = campaign.said(request)
     assert said[-2:] == ["asked", "saved"]
     begun, saved = (campaign.when(request, w) for w in ("begin", "saved"))

@@ -199,7 +199,7 @@ def test_a_killed_orchestrator_is_followed_by_another_that_doubles_nothing(slow:
     following = start("resume", "ablation", f"workspace={slow.root}", "--no-server")
     wait_until(lambda: slow.status()["orchestrator"]["works"], "the next one")
     following.send_signal(signal.SIGINT)
-    _, told = following.communicate(timeout=60)
+    _, told = following.communicate(timeout=400)
     assert following.returncode == 6, told
     assert sorted(p.name for p in slow.root.glob("runs/*")) == runs
     assert set(slow.attempts().values()) == {1}, "the jobs went on, and were found again"

@@ -51,7 +51,7 @@ def address(place: Path) -> Iterator[str]:
         yield process.stdout.readline().strip()
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(20)
+        process.wait(400)
 
 
 def choose(browser: Page, selector: str, value: str, event: str = "change") -> None:
@@ -76,15 +76,15 @@ def test_runs_are_searched_ordered_filtered_and_compared(
     values = [float(re.search(r"(\d\.\d{3}) \[", row)[1]) for row in rows(browser)]
     assert values == sorted(values, reverse=True)
     choose(browser, "#where", "reward > 0.5 and grpo.beta < 0.005")
-    wait_until(lambda: "300 of 300" not in browser.text(), "the filter", 20)
+    wait_until(lambda: "300 of 300" not in browser.text(), "the filter")
     choose(browser, "#where", "reward >")
-    wait_until(lambda: "is not understood" in browser.text(), "the refusal", 20)
+    wait_until(lambda: "is not understood" in browser.text(), "the refusal")
     choose(browser, "#where", "")
     choose(browser, "input[data-state=q]", "#odd", "input")
-    wait_until(lambda: len(rows(browser)) == 1, "the search", 20)
+    wait_until(lambda: len(rows(browser)) == 1, "the search")
     assert HOSTILE in rows(browser)[0]
     browser.run("document.querySelector('.tall input').click()")
-    wait_until(lambda: drawn(browser), "the curve", 30)
+    wait_until(lambda: drawn(browser), "the curve")
     ((name, _, first, last),) = drawn(browser)
     assert (name, first, last) == (Workspace.read_only(place).run_ids()[0], 0.0, 0.8)
     assert "refiner report" in browser.run("document.querySelector('#commands').textContent")
@@ -137,7 +137,7 @@ def test_ten_thousand_runs_as_a_file_paint_at_once(
     assert path.stat().st_size < 5_000_000
     browser.run("document.querySelector('.rows').scrollTop = 1e9")
     names = "document.querySelector('.tall').innerHTML"
-    wait_until(lambda: "run-9999" in browser.run(names), "the last row", 20)
+    wait_until(lambda: "run-9999" in browser.run(names), "the last row")
     done = refiner("ui", f"workspace={place}", "--out", str(tmp_path / "out"))
     assert done.code == 0, done.stderr
     browser.show((tmp_path / "out" / "index.html").as_uri())

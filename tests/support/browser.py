@@ -33,7 +33,7 @@ class Page:
         self._count += 1
         self._socket.send(json.dumps({"id": self._count, "method": method, "params": params}))
         while True:
-            answer = json.loads(self._socket.recv(timeout=30))
+            answer = json.loads(self._socket.recv(timeout=120))
             if answer.get("id") == self._count:
                 assert "error" not in answer, answer["error"]
                 return dict(answer["result"])
@@ -63,7 +63,7 @@ class Page:
     def wait_for(self, event: str, since: int) -> None:
         """Wait for an event that comes after the first ``since`` ones."""
         while not any(e["method"] == event for e in self.events[since:]):
-            self.events.append(json.loads(self._socket.recv(timeout=30)))
+            self.events.append(json.loads(self._socket.recv(timeout=120)))
 
     def press(self, key: str) -> None:
         """One key, as from a keyboard."""
@@ -132,6 +132,6 @@ def _tab(port_file: Path) -> str:
         assert time.monotonic() < deadline, "chromium did not start"
         time.sleep(0.1)
     port = port_file.read_text().split()[0]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=60) as answer:
         tabs = json.load(answer)
     return str(next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"))

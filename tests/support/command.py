@@ -40,6 +40,11 @@ SMALL = (
     "tracking.wandb=disabled",
     "dispatch.nice=0",
 )
+#: More overrides of the small run that several tests look at: long enough to be interrupted.
+LONGER = (
+    *("evaluate.models=[base,grpo]", "sft.max_train_steps=8", "sft.save_freq=4"),
+    *("grpo.num_training_steps=12", "grpo.save_freq=4"),
+)
 _TRAINER = ROOT / "tests" / "support" / "external_trainer.py"
 _WEIGHTS = ROOT / "refiner_core" / "models" / "tiny" / "model.safetensors"
 #: What a clock or a judge's store has to do with; never part of a comparison of two runs.
@@ -94,7 +99,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def refiner(*args: str, cwd: Path | None = None, timeout_s: float = 280) -> Finished:
+def refiner(*args: str, cwd: Path | None = None, timeout_s: float = 500) -> Finished:
     """Run the command to its end."""
     return finished(command(*args), cwd, environment(), timeout_s)
 
@@ -103,7 +108,7 @@ def finished(
     words: Sequence[str],
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 280,
+    timeout_s: float = 500,
 ) -> Finished:
     """Run any program to its end."""
     done = subprocess.run(
@@ -156,7 +161,7 @@ def start(*args: str, cwd: Path | None = None) -> subprocess.Popen[str]:
     )
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 240) -> Any:
     """The first true value of ``condition``.
 
     Raises:

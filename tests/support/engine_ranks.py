@@ -46,7 +46,7 @@ STEPS, SAVED = 4, 2
 #: Bytes of a file of exported weights.
 SHARD = 20_000
 #: Engine (a stage of ZeRO, or plain torch) and type of the cases of SFT.
-PAIRS = ((None, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16"))
+PAIRS = ((None, "float32"), (2, "bfloat16"), (3, "bfloat16"))
 #: An odd hidden size: vectors do not divide by two ranks.
 TIED = {"hidden_size": 33}
 UNTIED = {"hidden_size": 33, "tie_word_embeddings": False, "seed": 3}

@@ -37,7 +37,7 @@ def thief() -> Iterator[Thief]:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_as, STRANGER, take, made.port, limit_s=120.0)
         try:
-            wait_until(lambda: running.done() or _get(made.port, "/health"), "the thief", 30)
+            wait_until(lambda: running.done() or _get(made.port, "/health"), "the thief")
             yield made
         finally:
             _get(made.port, "/end")

@@ -98,7 +98,7 @@ class PrefectApi:
         return eventually(once)[0]
 
 
-def eventually(look: Callable[[], T], timeout_s: float = 60.0) -> T:
+def eventually(look: Callable[[], T], timeout_s: float = 240.0) -> T:
     """What ``look`` returns once it is true."""
     deadline = time.monotonic() + timeout_s
     while not (found := look()):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.prefect_server import ensure_server
-from tests.support.command import ROOT, Stage, environment
+from tests.support.command import ROOT, environment
 from tests.support.prefect_server import PrefectApi, eventually
 
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
@@ -38,6 +38,12 @@ class Served:
         self.prefect.post(
             f"/flow_runs/{flow_run}/set_state", {"state": {"type": kind, "name": name}}
         )
+
+    def suspend(self, flow_run: str) -> None:
+        """Press Suspend, until the server takes it."""
+        state = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
+        path = f"/flow_runs/{flow_run}/set_state"
+        eventually(lambda: self.prefect.post(path, {"state": state})["status"] == "ACCEPT")
 
     def state(self, flow_run: str) -> dict[str, Any]:
         return dict(self.prefect.get(f"/flow_runs/{flow_run}")["state"])
@@ -72,17 +78,8 @@ def served_in(folder: Path, *files: str, **env: str) -> Iterator[Served]:
         return "Ready" in text
 
     try:
-        eventually(ready, 120)
+        eventually(ready)
         yield Served(prefect, folder)
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(60)
-
-
-def steps_of_grpo(workspace: Path) -> int:
-    """Steps that the newest attempt at GRPO has made."""
-    stage = Stage(workspace, "grpo")
-    if not stage.attempts:
-        return 0
-    path = stage.attempts[-1] / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+        process.wait(120)

@@ -68,7 +68,7 @@ class Bench:
 
     def plan(self, *more: str, seed: int = 1, **serve: Any) -> Plan:
         """``data → judge → grpo`` with the server's arguments ``more``; the data are done."""
-        settings = ServeConfig(**{"idle_timeout_s": 0.6, "start_timeout_s": 20.0, **serve})
+        settings = ServeConfig(**{"idle_timeout_s": 0.6, "start_timeout_s": 120.0, **serve})
         judge = JudgeConfig(
             kind="openai",
             model="m",
@@ -115,7 +115,7 @@ class Bench:
 
     def wait_for_questions(self, count: int) -> None:
         """Until a server has been asked so often (of that two to check it)."""
-        wait_until(lambda: len(self.lines("asked")) >= count, f"{count} questions", 60)
+        wait_until(lambda: len(self.lines("asked")) >= count, f"{count} questions")
 
     def service(self) -> ServiceStatus:
         """The one server as `refiner judge servers` lists it."""
@@ -128,7 +128,7 @@ class Bench:
         tries = "stages/serve-*/attempts/*/intent.json"
         root = self.workspace.root
         wait_until(
-            lambda: len([*root.glob(outcome)]) == len([*root.glob(tries)]), "the server's end", 30
+            lambda: len([*root.glob(outcome)]) == len([*root.glob(tries)]), "the server's end"
         )
         assert self.alive() == []
         return self.service()

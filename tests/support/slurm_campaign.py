@@ -95,7 +95,7 @@ class Campaign:
         return self.look(request)[request.ref]
 
     def wait(
-        self, request: JobRequest, there: Callable[[JobStatus], bool], timeout_s: float = 30
+        self, request: JobRequest, there: Callable[[JobStatus], bool], timeout_s: float = 240
     ) -> JobStatus:
         """Look until ``there`` says so."""
         deadline = time.monotonic() + timeout_s
@@ -104,7 +104,7 @@ class Campaign:
             time.sleep(0.05)
         return status
 
-    def wait_dead(self, request: JobRequest, timeout_s: float = 30) -> JobStatus:
+    def wait_dead(self, request: JobRequest, timeout_s: float = 240) -> JobStatus:
         """Look until it is over."""
         return self.wait(request, lambda s: s.liveness == "dead", timeout_s)
 

@@ -94,7 +94,7 @@ class InThreads:
 def fleet_of(servers: InThreads, folder: Path) -> Iterator[WeightSync]:
     try:
         yield WeightSync(
-            servers, folder, tiny_tokenizer(), tolerance=1e-3, window=WINDOW, timeout_s=30
+            servers, folder, tiny_tokenizer(), tolerance=1e-3, window=WINDOW, timeout_s=240
         )
     finally:
         servers.close()

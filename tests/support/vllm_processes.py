@@ -34,7 +34,7 @@ def serving(workdir: Path) -> list[psutil.Process]:
 def control(endpoint: Endpoint, **settings: Any) -> None:
     """Tell the tests' server how to behave."""
     url = endpoint.url.removesuffix("/v1") + "/control"
-    with urllib.request.urlopen(url, json.dumps(settings).encode(), timeout=10):
+    with urllib.request.urlopen(url, json.dumps(settings).encode(), timeout=60):
         pass
 
 
@@ -42,7 +42,7 @@ def status(url: str, authorization: str) -> int:
     """The status of a POST."""
     request = urllib.request.Request(url, b"{}", {"Authorization": authorization})
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

@@ -403,7 +403,7 @@ def ended(workspace: Workspace, stage: PlannedStage) -> list[bool]:
 
 
 def until(said: Callable[[], bool], what: object = "") -> None:
-    wait_until(said, str(what), 30)
+    wait_until(said, str(what))
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda n: errno.errorcode[n])

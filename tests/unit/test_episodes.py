@@ -57,7 +57,7 @@ def _no_thread_is_left() -> Any:
 
 def wait_until_closed(environment: Counting) -> None:
     """Wait for episodes that their own threads close a moment later."""
-    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
+    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed")
 
 
 def winning(conversation: int, attempt: int) -> str:

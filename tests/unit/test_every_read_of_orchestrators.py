@@ -32,6 +32,7 @@ from tests.support.faulty_disk import FaultyDisk
 from tests.support.faulty_reads import FaultyReads, Lasting
 from tests.support.plans import OWNER, claim, small_plan
 from tests.support.sweeping import TRAINED, Jobs, bench, small_sweep
+from tests.support.thorough import share
 from tests.unit.test_campaign_rounds import Cluster, campaign_of, events
 
 UNANSWERED = ("ESTALE", "EIO", "EACCES", "EAGAIN")
@@ -142,16 +143,16 @@ def disturbed(tmp_path: Path, at: int, name: str, lasting: Lasting) -> str:
 @pytest.mark.slow
 def test_every_read_of_a_campaign_may_fail_once(tmp_path: Path, reads_of_rounds: int) -> None:
     found = [
-        disturbed(tmp_path, at, name, "once")
-        for at in range(1, reads_of_rounds + 1)
-        for name in ("ENOENT", UNANSWERED[at % 4])
+        disturbed(tmp_path, at, name or UNANSWERED[at % 4], "once")
+        for part, name in enumerate(("ENOENT", ""))
+        for at in share(reads_of_rounds, 3, part)
     ]
     assert not any(found), "\n".join(filter(None, found))
 
 
 @pytest.mark.slow
 def test_a_campaign_waits_while_nothing_can_be_read(tmp_path: Path, reads_of_rounds: int) -> None:
-    every = range(1, reads_of_rounds + 1)
+    every = share(reads_of_rounds, 4)
     found = [disturbed(tmp_path, at, ERRORS[at % 5], "from then on") for at in every]
     assert not any(found), "\n".join(filter(None, found))
 
@@ -209,7 +210,7 @@ def test_reads_of_a_sweep_may_fail_once_and_for_a_while(tmp_path: Path) -> None:
     states, jobs = swept(tmp_path / "sound")
     assert set(states.values()) == {"done"}
     every = range(1, len(jobs.reads.operations) + 1)
-    chosen = sorted(random.Random(17).sample(every, 20))
+    chosen = sorted(random.Random(17).sample(every, 8))
     found = [sweep_with(tmp_path, at, ERRORS[at % 5], "once") for at in chosen]
     found += [sweep_with(tmp_path, at, "EIO", "from then on") for at in chosen[::2]]
     assert not any(found), "\n".join(filter(None, found))
@@ -259,7 +260,7 @@ def test_the_watch_of_the_disk_survives_failing_reads(tmp_path: Path) -> None:
     told: list[DiskEvent] = []
     needs = [0]
     with reads.mounted(), DiskWatch(DiskManager(workspace, config), lambda: needs[0], told.append):
-        wait_until(lambda: len(reads.operations) > 20, "reads", 60)
+        wait_until(lambda: len(reads.operations) > 20, "reads")
         reads.fix()
         needs[0] = 1 << 60
-        wait_until(lambda: any(event.kind == "short" for event in told), "a shortage", 60)
+        wait_until(lambda: any(event.kind == "short" for event in told), "a shortage")

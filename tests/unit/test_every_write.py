@@ -2,7 +2,8 @@
 
 One life of an attempt (opening, claim, start, metrics, rollouts, reservations, checkpoints with
 retention, result, outcome) is about two hundred operations on the disk. Each of them is refused
-(EDQUOT once, ENOSPC from then on) or is the last one of the process.
+(EDQUOT once, ENOSPC from then on) or is the last one of the process: here in one of these ways, in
+`make prove` in all three.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tests.support.one_life import (
     store,
     story,
 )
+from tests.support.thorough import share
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
@@ -96,13 +98,16 @@ def check_checkpoints(workspace: Workspace) -> None:
     assert max(began, default=0) == max((c.step for c in found), default=0)
 
 
-@pytest.mark.parametrize("fault", ["refused once", "full from then on", "killed"])
+FAULTS: tuple[Fault, ...] = ("refused once", "full from then on", "killed")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_every_single_write_may_go_wrong(
     tmp_path: Path, undisturbed: tuple[Story, list[str]], fault: Fault
 ) -> None:
     expected, operations = undisturbed
     assert len(operations) > 150
-    for at in range(1, len(operations) + 1):
+    for at in share(len(operations), 3, FAULTS.index(fault)):
         root = tmp_path / str(at)
         works = operations[at - 1].startswith(("unlink", "rmdir")) and fault != "killed"
         if works:
@@ -119,19 +124,18 @@ def test_every_single_write_may_go_wrong(
 
 def test_a_kill_at_any_write(tmp_path: Path, undisturbed: tuple[Story, list[str]]) -> None:
     expected, operations = undisturbed
-    sampled = random.Random(20261121).sample(range(1, len(operations) + 1), 8)
-    for batch in (sampled[i : i + 4] for i in range(0, 8, 4)):
-        started = {
-            at: subprocess.Popen(
-                [sys.executable, "-m", "tests.support.one_life", tmp_path / str(at), str(at)],
-                cwd=ROOT,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            for at in batch
-        }
-        for at, process in started.items():
-            assert process.wait(240) == -signal.SIGKILL, operations[at - 1]
-            check_what_is_left(tmp_path / str(at), killed=True, code=None)
-            go_on(tmp_path / str(at))
-            assert story(tmp_path / str(at)) == expected, operations[at - 1]
+    sampled = random.Random(20261121).sample(range(1, len(operations) + 1), 4)
+    started = {
+        at: subprocess.Popen(
+            [sys.executable, "-m", "tests.support.one_life", tmp_path / str(at), str(at)],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for at in sampled
+    }
+    for at, process in started.items():
+        assert process.wait(240) == -signal.SIGKILL, operations[at - 1]
+        check_what_is_left(tmp_path / str(at), killed=True, code=None)
+        go_on(tmp_path / str(at))
+        assert story(tmp_path / str(at)) == expected, operations[at - 1]

@@ -197,7 +197,7 @@ def test_a_command_that_hangs_leaves_nothing_behind(tmp_path, monkeypatch) -> No
         sender.send(alarm, message, show=False)
     child = int((tmp_path / "pid").read_text())
     # A killed child is gone when init has taken it in.
-    wait_until(lambda: not _is_running(child), "its child to end", 10)
+    wait_until(lambda: not _is_running(child), "its child to end")
 
 
 def _is_running(pid: int) -> bool:

@@ -418,9 +418,7 @@ def test_a_full_disk_ends_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
         process.launch(text, os.environ)
         try:
-            wait_until(
-                lambda: process.last_word() == "line 3" or process.code is not None, "lines", 20
-            )
+            wait_until(lambda: process.last_word() == "line 3" or process.code is not None, "lines")
             assert process.code is None
             assert lines.read_text().split() == ["1", "2", "3"]
         finally:
@@ -432,7 +430,7 @@ def test_processes_that_a_server_left_or_that_ignore_the_end_are_killed(tmp_path
     """Engines detach processes from those that started them; with these goes the GPU's memory."""
     environment = server_environment("command", "", str(tmp_path), os.environ)
     orphan = subprocess.Popen(["sleep", "100"], env=environment, start_new_session=True)
-    wait_until(lambda: MARK in psutil.Process(orphan.pid).environ(), "its environment", 10)
+    wait_until(lambda: MARK in psutil.Process(orphan.pid).environ(), "its environment")
     with server_of(tmp_path, own("stubborn")) as server:
         assert orphan.wait(10) == -signal.SIGKILL
         running = group_of(server)
@@ -456,7 +454,7 @@ def test_the_death_of_a_running_server_is_reported(tmp_path: Path) -> None:
             check_chat(server.endpoint, "another model")
         for process in group_of(server):
             process.kill()
-        wait_until(lambda: server.process is None, "its end", 10)
+        wait_until(lambda: server.process is None, "its end")
         with pytest.raises(RefinerError, match=r"while it served \(signal 9\)") as caught:
             server.check_alive()
     assert classify(caught.value).failure == "killed"

@@ -1,11 +1,8 @@
 """Whatever fails, in whatever order: no stage is lost, none runs twice at a time, all finish.
 
-Two dozen campaigns in virtual time (ten thousand in `make prove`), each under faults drawn
+Eight campaigns in virtual time (ten thousand in `make prove`), each under faults drawn
 from its seed; and deliberate bugs, which must be noticed (all of them in `make prove`).
 """
-
-import multiprocessing
-import os
 
 import pytest
 
@@ -14,13 +11,11 @@ from tests.simulation.mutations import first_noticed
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 24
+SEEDS = 8
 
 
 def test_campaigns_survive_their_faults() -> None:
-    processes = min(4, os.cpu_count() or 1)
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        results = list(pool.imap_unordered(try_seed, range(1, SEEDS + 1), chunksize=10))
+    results = [try_seed(seed) for seed in range(1, SEEDS + 1)]
     broken = [r for r in results if isinstance(r, str)]
     assert not broken, f"{len(broken)} of {SEEDS} schedules:\n" + "\n".join(sorted(broken)[:5])
     summaries = [r for r in results if not isinstance(r, str)]
