@@ -44,10 +44,9 @@ from flows.frames.columns import (
 from flows.frames.columns import describe_columns as describe_columns
 from flows.running.status import RunWatcher, stage_names
 from flows.runs.run_table import COLUMNS, list_rows
-from flows.stored import attempts_of, newest_rollouts, results_of, the_stage
+from flows.stored import newest_metrics, newest_rollouts, results_of, the_stage
 from infra.orchestrator.timeline import run_incidents
 from infra.store.sweep_records import read_sweep
-from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, no_such
@@ -183,8 +182,7 @@ def metrics_of(
 ) -> pd.DataFrame:
     """The same for a stage id."""
     steps: dict[int, dict[str, float | None]] = {}
-    lines = (read_metrics(a.metrics) for a in attempts_of(workspace, stage_id).values())
-    for line in next(filter(None, lines), ()):
+    for line in newest_metrics(workspace, stage_id):
         steps.setdefault(line.step, {}).update(line.metrics)
     names = list(dict.fromkeys(name for metrics in steps.values() for name in metrics))
     if steps:
@@ -205,7 +203,7 @@ def _last_logged(workspace: Workspace, run: RunRecord) -> str:
     """
     trains = [n for n in stage_names(run) if run.stages[n].rpartition("-")[0] in TRAINED]
     for name in reversed(trains):
-        if any(a.metrics.exists() for a in attempts_of(workspace, run.stages[name]).values()):
+        if newest_metrics(workspace, run.stages[name], ()):
             return name
     if not trains:
         raise ConfigurationError(

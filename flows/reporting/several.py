@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from flows.diffing.run_diff import shortened
-from flows.reporting.gather import evidence_of
 from flows.reporting.run.report import masked_overrides, shown_setting
-from flows.reporting.writing import RELOAD_S, WrittenReport, files_of, write_files
+from flows.reporting.writing import RELOAD_S, WrittenReport, evidence_of, files_of, write_files
 from flows.running.status import required_run
 from flows.runs.run_table import label_of, row_of
 from flows.stored import field_values, recorded_field

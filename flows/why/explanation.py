@@ -21,12 +21,13 @@ from flows.stored import (
     HELD_OUT,
     TRAINED_ON,
     attempts_of,
+    newest_metrics,
     part_of_file,
     prompts_of,
     sample_address,
 )
 from infra.store.checkpoints import step_name
-from infra.store.traces import read_metrics, read_rollouts
+from infra.store.traces import read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -151,15 +152,15 @@ def _figures(workspace: Workspace, stage_id: str, names: Sequence[str]) -> Itera
                 record=f"stages/{stage_id}/result.json#report.{part}.{position}",
                 stage_id=stage_id,
             )
-    logs = (paths.metrics for paths in attempts_of(workspace, stage_id).values())
-    path = next((p for p in logs if p.exists()), None) if record.spec.kind in TRAINED else None
-    for line in read_metrics(path) if path else ():
+    for line in newest_metrics(workspace, stage_id) if record.spec.kind in TRAINED else ():
         for name in {*names, _REWARD} & line.metrics.keys():
             if (value := line.metrics[name]) is not None:
-                figure = RecordedNumber("training", record.spec.name, name, value, step=line.step)
-                yield RecordedNumber(
-                    **vars(figure) | {"entry": {"value": value}, "stage_id": stage_id}
-                )
+                more: dict[str, Any] = {
+                    "step": line.step,
+                    "entry": {"value": value},
+                    "stage_id": stage_id,
+                }
+                yield RecordedNumber("training", record.spec.name, name, value, **more)
 
 
 def find_numbers(

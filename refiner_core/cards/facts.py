@@ -118,10 +118,10 @@ class CardFacts:
         was not resumed: ``failure``, ``step`` (the last finished one), ``ended_at``.
     proof
         The last result of `refiner prove-resume` for the stage that trained the model (see
-        :mod:`refiner_core.cards.sentences`); empty if there is none.
+        :mod:`refiner_core.cards.build`); empty if there is none.
     certificate
         The result of `refiner certify` for the kind of machine that trained the model (see
-        :func:`refiner_core.cards.sentences.public_certificate`); empty if there is none.
+        :func:`refiner_core.cards.build.public_certificate`); empty if there is none.
     versions
         Versions of the kinds of the stages behind it, by name, for kinds whose behaviour has
         changed since (:data:`refiner_core.contract.planned.STAGE_CHANGES`).

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flows.reporting.gather import gather
+from flows.reporting.writing import gather
 from flows.reporting.samples import SamplesReader
 from flows.running.status import find_run
 from infra.store.sweep_records import read_sweep

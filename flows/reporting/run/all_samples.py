@@ -106,7 +106,7 @@ def write_samples_page(
 ) -> bool:
     """Write the page; False for a run without samples. ``progress`` is called with the number of
     files read, and of all. Unreadable files become warnings."""
-    from refiner_core.report.samples.rendering import SamplesPage, page
+    from refiner_core.report.samples.rendering import page
 
     place = folder / FOLDER
     usual = reading.workspace.layout.reports / reading.run.run / FOLDER
@@ -140,7 +140,7 @@ def write_samples_page(
     index["left_out"] = len(sources) - len(shown)
     atomic.write_text(place / INDEX, f"{SCRIPT_CALL}{json.dumps(index)})\n")
     total = sum(entry["n"] for entry in ordered)
-    text = page(SamplesPage(reading.run.run, reading.run.recipe, total, now_text()))
+    text = page(reading.run.run, reading.run.recipe, total, now_text())
     atomic.write_text(folder / SAMPLES_PAGE, text)
     _remove_others(place, index)
     return True

@@ -26,9 +26,9 @@ import numpy as np
 
 from flows.reporting.run.stages import RunReading
 from flows.reporting.samples import SamplesReader, questions_of
-from flows.stored import TRAINED_ON, newest_rollouts, part_of_file, sample_name
+from flows.stored import TRAINED_ON, newest_metrics, newest_rollouts, part_of_file, sample_name
 from infra.orchestrator.timeline import StageHistory
-from infra.store.traces import MetricsLine, read_metrics, read_rollouts
+from infra.store.traces import MetricsLine, read_rollouts
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.kinds import MODELS, TRAINED, model_order
 from refiner_core.contract.protocols import protocol_name
@@ -197,7 +197,8 @@ def training_curves(reading: RunReading) -> tuple[Row, ...]:
         foreign = history.record.spec.kind == "command"
         only = None if foreign else (*SHOWN, *_ALSO)
         what = f"The metrics of {name}"
-        lines = reading.tried(what, _newest_lines, reading, history, only) or []
+        where = (reading.workspace, history.stage_id, only)
+        lines = reading.tried(what, newest_metrics, *where) or []
         taken_over = [
             a.resumed_from_step
             for a in history.record.attempts
@@ -218,17 +219,6 @@ def monitor_words(reading: RunReading) -> list[str]:
         if result is not None and result.report.get("monitor") and result.report.get("remark"):
             found.append(f"{name}: {result.report['remark']}.")
     return found
-
-
-def _newest_lines(
-    reading: RunReading, history: StageHistory, only: Sequence[str] | None
-) -> list[MetricsLine]:
-    """Lines of the newest attempt that logged anything; they have the complete history."""
-    for attempt in reversed(history.record.attempts):
-        paths = reading.workspace.layout.attempt(history.stage_id, attempt.number)
-        if lines := read_metrics(paths.metrics, only):
-            return lines
-    return []
 
 
 def points_of(lines: Sequence[MetricsLine], *, foreign: bool = False) -> dict[str, Points]:

@@ -20,8 +20,13 @@ from collections.abc import Iterator
 from refiner_core.cards.facts import CONTROLS
 from refiner_core.cards.lint.evidence_check import evidence_findings
 from refiner_core.cards.lint.markdown import CardFinding, Document, front_findings, read_document
-from refiner_core.cards.lint.numbers import claim_findings, impossible_shares, part_findings, totals
-from refiner_core.cards.lint.quantities import quantities
+from refiner_core.cards.lint.numbers import (
+    claim_findings,
+    impossible_shares,
+    part_findings,
+    quantities,
+    totals,
+)
 from refiner_core.contract.checks.secrets import has_secret
 
 __all__ = ["CardFinding", "check_card", "lint_card"]
