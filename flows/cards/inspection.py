@@ -284,7 +284,7 @@ def show_card(
 
 
 def _run_and_stage(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord, str | None]:
-    from flows.running.status import find_run, newest_runs
+    from flows.running.status import newest_runs, required_run
 
     if len(words) > 2:
         raise ConfigurationError(
@@ -293,17 +293,11 @@ def _run_and_stage(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecor
             fix="remove the extra words",
         )
     published = (run for run in newest_runs(workspace, models=True) if _finished(workspace, run))
-    newest = next(published, None) or find_run(workspace)
-    if newest is None:
-        raise ConfigurationError(
-            f"No run is recorded in {workspace.root}.",
-            expected="a workspace with a run that has published",
-            fix="name another workspace=DIR, or run a recipe: `refiner run tiny`",
-        )
+    what = "a workspace with a run that has published"
+    newest = next(published, None) or required_run(workspace, None, what)
     if len(words) == 1 and words[0].partition("-")[0] in _PUBLICATIONS:
         return newest, words[0]
-    run = find_run(workspace, words[0]) if words else newest
-    assert run is not None, "a named run exists, or is refused"
+    run = required_run(workspace, words[0], what) if words else newest
     return run, words[1] if len(words) == 2 else None
 
 

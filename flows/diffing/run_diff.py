@@ -3,8 +3,8 @@ terminal.
 
 In: two names, and their workspaces. Out: a :data:`Difference`: configuration, sources, code,
 environment; prepared rows, training steps (the first whose metrics or rollouts are not bitwise the
-same), metrics; its lines and JSON, and suggested commands. A name gives a :class:`DiffSide`, two
-sides give the :class:`StagePair` values of matching stages. Identity fields are separated from
+same), metrics; its lines and JSON, and suggested commands. A name gives a :class:`_DiffSide`, two
+sides give the :class:`_StagePair` values of matching stages. Identity fields are separated from
 execution fields. Metrics under different protocols are refused, with the names of the fields that
 differ.
 """
@@ -21,7 +21,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.running.status import find_run, stage_names
+from flows.running.status import required_run, stage_names
 from flows.stored import field_values, rollouts_by_step, the_stage
 from infra.store.layout import AttemptPaths
 from infra.store.sweep_records import sweep_versions
@@ -37,7 +37,7 @@ from refiner_core.report.pages import template_of
 
 
 @dataclass(frozen=True)
-class DiffSide:
+class _DiffSide:
     """One side of a comparison.
 
     Attributes
@@ -74,10 +74,10 @@ class DiffSide:
 
 
 @dataclass
-class StageSide:
+class _StageSide:
     """One side's part of a pair; read on demand."""
 
-    side: DiffSide
+    side: _DiffSide
     stage_id: str
 
     @cached_property
@@ -133,12 +133,12 @@ class StageSide:
         return {} if self.result is None else self.result.report
 
 
-class StagePair(NamedTuple):
+class _StagePair(NamedTuple):
     """A stage of each side; None if a side has none of that name."""
 
     name: str
-    a: StageSide | None
-    b: StageSide | None
+    a: _StageSide | None
+    b: _StageSide | None
 
     @property
     def kind(self) -> str:
@@ -156,7 +156,9 @@ class StagePair(NamedTuple):
         return one == other
 
 
-def both_of(pairs: Iterable[StagePair], *kinds: str) -> Iterator[tuple[str, StageSide, StageSide]]:
+def both_of(
+    pairs: Iterable[_StagePair], *kinds: str
+) -> Iterator[tuple[str, _StageSide, _StageSide]]:
     """Name and halves of the pairs (of these kinds) with two different halves."""
     for pair in pairs:
         wanted = not kinds or pair.kind in kinds
@@ -170,23 +172,23 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tup
     return {k: (one.get(k), other.get(k)) for k in keys if one.get(k) != other.get(k)}
 
 
-def pairs_of(a: DiffSide, b: DiffSide) -> list[StagePair]:
+def pairs_of(a: _DiffSide, b: _DiffSide) -> list[_StagePair]:
     """Matching stages: by name, in the order of the first side; or the two that were named."""
     if a.single and b.single:
         (name_a, id_a), (name_b, id_b) = *a.stages.items(), *b.stages.items()
         name = name_a if name_a == name_b else f"{name_a}, {name_b}"
-        return [StagePair(name, StageSide(a, id_a), StageSide(b, id_b))]
+        return [_StagePair(name, _StageSide(a, id_a), _StageSide(b, id_b))]
     names = [*a.stages, *(n for n in b.stages if n not in a.stages)]
     if a.single or b.single:  # a stage against a run: that stage of it
         names = [n for n in names if n in a.stages and n in b.stages] or names
-    return [StagePair(name, _half(a, name), _half(b, name)) for name in names]
+    return [_StagePair(name, _half(a, name), _half(b, name)) for name in names]
 
 
-def _half(side: DiffSide, name: str) -> StageSide | None:
-    return StageSide(side, side.stages[name]) if name in side.stages else None
+def _half(side: _DiffSide, name: str) -> _StageSide | None:
+    return _StageSide(side, side.stages[name]) if name in side.stages else None
 
 
-def find_side(workspace: Workspace, word: str) -> DiffSide:
+def find_side(workspace: Workspace, word: str) -> _DiffSide:
     """The side of a name.
 
     Parameters
@@ -204,26 +206,27 @@ def find_side(workspace: Workspace, word: str) -> DiffSide:
     if colon and sweep_versions(workspace, first):  # ARM/seedN:STAGE is a stage of a trial
         trial, with_stage, stage = rest.partition(":")
         label = f"{first}:{trial}"
-        return _of_run(workspace, find_run(workspace, label), stage if with_stage else None, label)
+        return _of_run(
+            workspace, required_run(workspace, label, _A_RUN), stage if with_stage else None, label
+        )
     if colon:
-        return _of_run(workspace, find_run(workspace, first), rest)
+        return _of_run(workspace, required_run(workspace, first, _A_RUN), rest)
     if workspace.layout.stage(word).spec.exists():
         record = workspace.read_record(word)
         assert record is not None, "a stage with a specification has a record"
-        return DiffSide(word, workspace, None, {record.spec.name: word})
-    return _of_run(workspace, find_run(workspace, word))
+        return _DiffSide(word, workspace, None, {record.spec.name: word})
+    return _of_run(workspace, required_run(workspace, word, _A_RUN))
 
 
 def _of_run(
-    workspace: Workspace, run: RunRecord | None, stage: str | None = None, label: str = ""
-) -> DiffSide:
+    workspace: Workspace, run: RunRecord, stage: str | None = None, label: str = ""
+) -> _DiffSide:
     """A run with its stages in the order of work, so that the first difference comes first; or one
     stage of it."""
-    assert run is not None, "a named run is found or refused"
     if stage is not None:
         stages = {stage: the_stage(run, stage)}
-        return DiffSide(f"{run.run}:{stage}", workspace, run, stages)
-    return DiffSide(label or run.run, workspace, run, {n: run.stages[n] for n in stage_names(run)})
+        return _DiffSide(f"{run.run}:{stage}", workspace, run, stages)
+    return _DiffSide(label or run.run, workspace, run, {n: run.stages[n] for n in stage_names(run)})
 
 
 #: Fields covered by a stage's own fields, or names for people.
@@ -236,7 +239,7 @@ Rows = Sequence[Mapping[str, Any]]
 # ---------------------------------------------------------------- configuration
 
 
-def field_changes(a: DiffSide, b: DiffSide, pairs: Sequence[StagePair]) -> list[Row]:
+def field_changes(a: _DiffSide, b: _DiffSide, pairs: Sequence[_StagePair]) -> list[Row]:
     """Fields that differ, identity first, with the stages that each changes."""
     found = []
     for path, info, (one, other) in field_values([a.config, b.config]):
@@ -251,7 +254,7 @@ def field_changes(a: DiffSide, b: DiffSide, pairs: Sequence[StagePair]) -> list[
     return sorted(found, key=lambda change: change["mark"] != "identity")
 
 
-def _has_field(pair: StagePair, path: str) -> bool:
+def _has_field(pair: _StagePair, path: str) -> bool:
     """True if the stage's own identity has the field; without a record, if its kind has it."""
     specs = [half.spec for half in (pair.a, pair.b) if half is not None and half.spec is not None]
     if specs:
@@ -263,7 +266,7 @@ def _has_field(pair: StagePair, path: str) -> bool:
 # ---------------------------------------------------------------- stages
 
 
-def stage_change(pair: StagePair) -> Row:
+def stage_change(pair: _StagePair) -> Row:
     """Relation of a pair of stages: ``same`` (one stage), ``alike`` (one fingerprint, another
     execution), ``different``, ``only a``, ``only b``; ``because`` has the differences, and
     ``outputs`` the output files that are not bitwise the same (None unless both are done)."""
@@ -281,7 +284,7 @@ def stage_change(pair: StagePair) -> Row:
     return {**ids, "relation": relation, "because": because, "outputs": outputs}
 
 
-def _because(a: StageSide, b: StageSide) -> Iterator[str]:
+def _because(a: _StageSide, b: _StageSide) -> Iterator[str]:
     """Differences of two specifications, by name."""
     one, other = a.spec, b.spec
     if one is None or other is None:
@@ -305,7 +308,7 @@ def shortened(value: Any, limit: int) -> str:
 # ---------------------------------------------------------------- sources, environment
 
 
-def _environment(half: StageSide) -> Mapping[str, Any]:
+def _environment(half: _StageSide) -> Mapping[str, Any]:
     """Versions, machine and devices of a worker."""
     provenance, host = half.provenance, half.provenance.get("host") or {}
     said = {"Python": provenance.get("python"), "host": host.get("name")}
@@ -314,7 +317,7 @@ def _environment(half: StageSide) -> Mapping[str, Any]:
 
 
 def _changes(
-    pairs: Iterable[StagePair], facts: Callable[[StageSide], Mapping[str, Any]]
+    pairs: Iterable[_StagePair], facts: Callable[[_StageSide], Mapping[str, Any]]
 ) -> list[Row]:
     """Facts that differ, once each, with their stages."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -329,7 +332,7 @@ def _changes(
 # ---------------------------------------------------------------- code
 
 
-def code_change(a: DiffSide, b: DiffSide, pairs: Sequence[StagePair]) -> Row | None:
+def code_change(a: _DiffSide, b: _DiffSide, pairs: Sequence[_StagePair]) -> Row | None:
     """Code of both runs; for single stages that of their workers. None if it is the same or
     unknown.
     ``files`` is None if one of the snapshots is gone."""
@@ -343,7 +346,7 @@ def code_change(a: DiffSide, b: DiffSide, pairs: Sequence[StagePair]) -> Row | N
     return {"a": one, "b": other, "files": files, "folders": list(map(str, folders))}
 
 
-def _code(side: DiffSide, halves: Sequence[StageSide | None]) -> str:
+def _code(side: _DiffSide, halves: Sequence[_StageSide | None]) -> str:
     if side.single and halves[0] is not None and (worked := halves[0].provenance.get("code")):
         return str(worked)
     return side.run.code if side.run is not None else ""
@@ -355,10 +358,11 @@ def _texts(folder: Path) -> dict[str, bytes]:
     }
 
 
+_A_RUN = "a run to compare"
 FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.parquet")
 
 
-def row_changes(pairs: Iterable[StagePair]) -> Iterator[Row]:
+def row_changes(pairs: Iterable[_StagePair]) -> Iterator[Row]:
     """Prepared rows that differ, over all `data` stages. Rows are identified by ``sample_id`` and
     compared by a hash of all their columns: large sets are read in batches, not held in memory.
 
@@ -410,7 +414,7 @@ _CUT = 160
 _OF_NUMBER = ("value", "low", "high", "n")
 
 
-def divergences(pairs: Iterable[StagePair]) -> Iterator[Row]:
+def divergences(pairs: Iterable[_StagePair]) -> Iterator[Row]:
     """Each pair of training stages with logs on both sides. Rollouts of a step are sampled before
     its metrics are logged, so a differing rollout comes first. Measurements (times, speed, the
     judge's server) are ignored.
@@ -424,7 +428,7 @@ def divergences(pairs: Iterable[StagePair]) -> Iterator[Row]:
             yield _divergence(stage, one, other)
 
 
-def _steps(half: StageSide) -> dict[int, tuple[dict[str, Any], Path | None]]:
+def _steps(half: _StageSide) -> dict[int, tuple[dict[str, Any], Path | None]]:
     """Metrics of each training step, where later lines replace earlier ones, and its rollouts."""
     if (paths := half.paths) is None:
         return {}
@@ -478,7 +482,7 @@ def _first_rollout(a: Path | None, b: Path | None) -> Row | None:
 # ---------------------------------------------------------------- evaluations
 
 
-def number_changes(pairs: Iterable[StagePair]) -> Iterator[Row]:
+def number_changes(pairs: Iterable[_StagePair]) -> Iterator[Row]:
     """Every metric of both sides.
 
     ``difference`` is second minus first, paired over prompts (of these two checkpoints); None if
@@ -500,18 +504,18 @@ def number_changes(pairs: Iterable[StagePair]) -> Iterator[Row]:
             }
 
 
-def _entries(half: StageSide) -> dict[tuple[str, str], Mapping[str, Any]]:
+def _entries(half: _StageSide) -> dict[tuple[str, str], Mapping[str, Any]]:
     entries = half.report.get("evaluations") or ()
     return {(str(e["decoding"]), str(e["metric"])): e for e in entries}
 
 
-def _protocol(half: StageSide, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _protocol(half: _StageSide, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a protocol, without the source of its prompts, which is no part of them."""
     found = (half.report.get("protocols") or {}).get(entry["protocol"]) or {}
     return dict(leaves("", {k: v for k, v in found.items() if k != "data"}))
 
 
-def _samples(*sides: tuple[StageSide, Mapping[str, Any]]) -> list[Rows]:
+def _samples(*sides: tuple[_StageSide, Mapping[str, Any]]) -> list[Rows]:
     """The samples behind two metrics; none if they are gone."""
     from refiner_core.evaluation.metrics import load_samples
 
@@ -579,7 +583,7 @@ def diff_runs(
     return diff_sides(find_side(ws, a), find_side(second, b))
 
 
-def diff_sides(a: DiffSide, b: DiffSide) -> Difference:
+def diff_sides(a: _DiffSide, b: _DiffSide) -> Difference:
     """Compare two sides; reads records and files, imports nothing heavy."""
     pairs = pairs_of(a, b)
     found: Difference = {

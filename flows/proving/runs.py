@@ -76,7 +76,7 @@ TOLERANCES = {"float32": 0.01, "bfloat16": 0.05}
 
 
 @dataclass(frozen=True)
-class InterruptionPoint:
+class _InterruptionPoint:
     """Point at which a worker is hit: in this step (counted from 1) and phase, or as soon after as
     possible, with this delay."""
 
@@ -87,13 +87,13 @@ class InterruptionPoint:
 
 
 @dataclass(frozen=True)
-class ProofStage:
+class _ProofStage:
     """One stage to prove: in the whole recipe, and in its shortened form."""
 
     kind: Trained
     full: PlannedStage
     short: PlannedStage
-    points: tuple[InterruptionPoint, ...]
+    points: tuple[_InterruptionPoint, ...]
     tolerance: float
 
 
@@ -115,7 +115,7 @@ class ProofPlans:
     steps: int
     interruptions: int
     seed: int
-    stages: tuple[ProofStage, ...]
+    stages: tuple[_ProofStage, ...]
     changed: dict[str, Any]
     given: frozenset[str]
 
@@ -201,14 +201,14 @@ def plan_resume_proofs(
         gpus, agent = getattr(short.config, kind).resources.gpus, short.config.environment.name
         points = draw_points(kind, steps, interruptions, seed, save_freq, agent=bool(agent))
         tolerance = TOLERANCES.get(short.config.model.dtype, 0.01) if gpus else 0.0
-        stages.append(ProofStage(kind, full[kind], short.by_name[kind], points, tolerance))
+        stages.append(_ProofStage(kind, full[kind], short.by_name[kind], points, tolerance))
     done = [s.id for s in short.stages if s.kind not in kinds and workspace.read_result(s.id)]
     return ProofPlans(*asked, tuple(stages), changed, frozenset(done))
 
 
 def draw_points(
     kind: Trained, steps: int, interruptions: int, seed: int, save_freq: int, *, agent: bool = False
-) -> tuple[InterruptionPoint, ...]:
+) -> tuple[_InterruptionPoint, ...]:
     """Random steps and phases, by the seed; every phase is used before one repeats, and kills
     alternate with requests to stop."""
     rng = random.Random(f"{seed}/{kind}")
@@ -228,7 +228,7 @@ def draw_points(
         points.append((step, name, _DELAY_S * rng.random()))
     ways: tuple[How, ...] = get_args(How)
     return tuple(
-        InterruptionPoint(step, phase, ways[place % 2], delay)
+        _InterruptionPoint(step, phase, ways[place % 2], delay)
         for place, (step, phase, delay) in enumerate(sorted(points, key=lambda p: p[0]))
     )
 
@@ -346,7 +346,7 @@ def prove_resume(
 
 
 def _prove(
-    plans: ProofPlans, one: ProofStage, straight: Workspace, pinned: CodeSnapshot, tell: Tell
+    plans: ProofPlans, one: _ProofStage, straight: Workspace, pinned: CodeSnapshot, tell: Tell
 ) -> ResumeProof:
     began, name = time.monotonic(), f"interrupted {one.kind}"
     other = Workspace.open(straight.root.parent / name.replace(" ", "-"))
@@ -499,7 +499,7 @@ class _WorkerState(NamedTuple):
 
 
 def _interrupt(
-    paths: StagePaths, one: ProofStage, hit: Callable[[Interruption], None], over: threading.Event
+    paths: StagePaths, one: _ProofStage, hit: Callable[[Interruption], None], over: threading.Event
 ) -> list[Interruption]:
     """Wait for each point in turn and hit the worker there, once per attempt; yields the hits. A
     phase that ends unseen is replaced by the next possible moment."""

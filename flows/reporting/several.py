@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,8 +81,7 @@ def compare_runs(runs: Sequence[str], workspace: str | Path = RecipeConfig.works
     standings = list(_standings(ws, [(t, by_run[run]) for run, t in trials.items()]))
     report = make_report(evidence_of(ws, sweep, lambda: standings))
     works = any(standing.state in ("running", "waiting") for standing in standings)
-    values = {field.name: getattr(report, field.name) for field in fields(report)}
-    values |= {"title": counted(len(found), "run") + " compared"}
+    values = {**vars(report), "title": counted(len(found), "run") + " compared"}
     values |= {"state": "running"} if works else {}
     values |= {"warnings": (*report.warnings, *warnings), "settings": settings}
     rows = (_run_row(ws, by_run[s.run], s) for s in standings)

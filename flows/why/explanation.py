@@ -46,8 +46,8 @@ _INTERVAL = re.compile(r"\[[^\]]*\]")
 _REWARD = "scores"
 
 
-class Query(NamedTuple):
-    """Query for a number: its printed form, and names of it."""
+class _Query(NamedTuple):
+    """_Query for a number: its printed form, and names of it."""
 
     number: str = ""
     names: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class RecordedNumber:
         return [word for word in words if word]
 
 
-def parse_query(words: Sequence[str]) -> Query:
+def parse_query(words: Sequence[str]) -> _Query:
     """Query from words; an interval copied with its number is ignored.
 
     Raises
@@ -116,11 +116,11 @@ def parse_query(words: Sequence[str]) -> Query:
             "greedy`, `scores step5`",
             fix="ask for one number at a time",
         )
-    return Query("".join(numbers), names)
+    return _Query("".join(numbers), names)
 
 
 def figures_of_stages(
-    query: Query, workspace: Workspace, stage_ids: Iterable[str]
+    query: _Query, workspace: Workspace, stage_ids: Iterable[str]
 ) -> list[RecordedNumber]:
     """Matching values of some stages, each once; unless a protocol file is named, the recipe's own
     protocol comes first."""
@@ -196,7 +196,7 @@ def find_numbers(
     for ids in (newest, stage_ids):
         if found := figures_of_stages(query, ws, ids):
             return found
-    others = figures_of_stages(Query(), ws, stage_ids)
+    others = figures_of_stages(_Query(), ws, stage_ids)
     there = list(dict.fromkeys(word for figure in others for word in figure.words[:3]))
     unknown = next((name for name in query.names if name not in there), "")
     expected = f"a number as it is printed, or names of one: {', '.join(there[:12]) or 'none here'}"

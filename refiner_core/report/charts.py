@@ -101,17 +101,11 @@ def summary(one: Series) -> dict[str, Any]:
     it has no finite value, and the number of ``missing`` values."""
     pairs = zip(one.steps, map(finite, one.values), strict=True)
     known = [(step, value) for step, value in pairs if value is not None]
-    found = (
-        {
-            "first": known[0],
-            "last": known[-1],
-            "lowest": min(known, key=lambda point: point[1]),
-            "highest": max(known, key=lambda point: point[1]),
-        }
-        if known
-        else dict.fromkeys(("first", "last", "lowest", "highest"))
-    )
-    return {"series": one, **found, "missing": len(one.values) - len(known)}
+    found = {"series": one, "missing": len(one.values) - len(known)}
+    if not known:
+        return found | dict.fromkeys(("first", "last", "lowest", "highest"))
+    lowest, highest = (pick(known, key=lambda point: point[1]) for pick in (min, max))
+    return found | {"first": known[0], "last": known[-1], "lowest": lowest, "highest": highest}
 
 
 @lru_cache

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from refiner_core.cards.build import build_card
+from refiner_core.cards.build import Sentences, build_card
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.facts import CardFacts, unmarked
 from refiner_core.cards.lint import lint_card
 from refiner_core.cards.results import result_tables
-from refiner_core.cards.build import Sentences
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.card_facts import card_numbers
 from tests.support.playing import (

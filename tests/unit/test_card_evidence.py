@@ -94,7 +94,7 @@ def test_evidence_with_facts_of_a_newer_version_is_refused_rather_than_read_in_p
     for more in ({"carbon": 3}, {"config": {"grpo.new_option": 1}}):
         content = json.loads(evidence_text(facts(), []))
         content["facts"] |= more
-        with pytest.raises(DataError, match="carbon|new_option"):
+        with pytest.raises(DataError, match=r"carbon|new_option"):
             load_evidence(json.dumps(content))
 
 

@@ -142,8 +142,6 @@ def test_numbers_need_their_evidence_and_have_one_source() -> None:
     for missing in ("protocol", "n", "decoding"):
         with pytest.raises(DataError, match=missing):
             bare_facts(evaluations=[evaluation("grpo", "reward", 1.0, **{missing: None})])
-    floor = evaluation("random_copier", "reward", 1.0)
-    assert len(bare_facts(evaluations=[floor, dict(floor)]).evaluations) == 1
     claims = [evaluation("grpo", "reward", value) for value in (1.0, 2.0)]
     with pytest.raises(DataError, match="Two evaluations"):
         bare_facts(evaluations=claims)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flows.reporting.writing import gather
 from flows.reporting.samples import SamplesReader
+from flows.reporting.writing import gather
 from flows.running.status import find_run
 from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace

@@ -19,6 +19,7 @@ import json
 import math
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -320,9 +321,10 @@ class _Index:
     """Small columns of one source: a number per sample, and tables of names."""
 
     def __init__(self) -> None:
-        self.prompts: dict[str, int] = {}
-        self.failures: dict[str, int] = {}
-        self.criteria: dict[str, int] = {}
+        # A new name gets the next number.
+        self.prompts, self.failures, self.criteria = (
+            defaultdict[str, int](count().__next__) for _ in range(3)
+        )
         self.numbers: list[tuple[Any, ...]] = []
 
     def add(self, row: Mapping[str, Any], said: Row, judgements: Sequence[Row]) -> None:
@@ -330,12 +332,12 @@ class _Index:
         score = said["reward"] if said["reward"] is not None else said["metrics"].get("success")
         length = next((row[n] for n in _LENGTHS if row.get(n) is not None), len(said["text"]))
         met = _outcomes(said, judgements)
-        outcomes = [3 * _place(self.criteria, name) + one for name, one in met.items()]
+        outcomes = [3 * self.criteria[name] + one for name, one in met.items()]
         self.numbers.append(
             (
-                *(_place(self.prompts, str(row["sample_id"])), int(row["sample_index"])),
+                *(self.prompts[str(row["sample_id"])], int(row["sample_index"])),
                 *(None if score is None else float(f"{score:.5g}"), int(length)),
-                *(_place(self.failures, _failure(row, said)), outcomes),
+                *(self.failures[_failure(row, said)], outcomes),
             )
         )
 
@@ -345,10 +347,6 @@ class _Index:
         names = ("prompt", "number", "score", "length", "failure", "outcomes")
         columns = zip(*self.numbers, strict=True) if self.numbers else [()] * len(names)
         return {**tables, **dict(zip(names, map(list, columns), strict=True))}
-
-
-def _place(table: dict[str, int], name: str) -> int:
-    return table.setdefault(name, len(table))
 
 
 def _failure(row: Mapping[str, Any], said: Row) -> str:

@@ -1,10 +1,10 @@
 """Numbers of a card's tables, each with its metric, model and number of cases; and impossible ones:
 totals, shares of n cases, counts in sentences, improvements.
 
-In: a :class:`Document`. Out: one :class:`Quantity` per number with a known metric; findings, each
+In: a :class:`Document`. Out: one :class:`_Quantity` per number with a known metric; findings, each
 about one line. Rows may be models and columns metrics, or the other way round. A printed number
-(:class:`PrintedNumber`) stands for all values that round to it. Labels are interpreted only if they
-are unambiguous (:func:`metric_of`).
+stands for all values that round to it. Labels are interpreted only if they are unambiguous
+(:func:`metric_of`).
 
 A share of n cases is a whole number of n-ths, as printed, rounded or truncated. A claim is checked
 if the tables have both numbers: that of the card's own model and that of the one before it.
@@ -61,7 +61,7 @@ Role = Literal["own", "base", ""]
 
 
 @dataclass(frozen=True)
-class PrintedNumber:
+class _PrintedNumber:
     """One printed number.
 
     Attributes
@@ -96,13 +96,13 @@ class PrintedNumber:
         return self.decimals == 0 and not self.percent and not self.hedged and self.value >= 0
 
 
-def parse_figure(text: str) -> PrintedNumber | None:
+def parse_figure(text: str) -> _PrintedNumber | None:
     """The number that makes up a cell, or None for anything else."""
     found = _FIGURE.fullmatch(text.strip())
     if found is None or not any(c.isdigit() for c in found["value"]):
         return None
     plain = found["value"].replace(",", "").replace("−", "-")
-    return PrintedNumber(
+    return _PrintedNumber(
         text=text.strip(),
         value=Fraction(plain),
         decimals=len(plain.partition(".")[2]),
@@ -165,7 +165,7 @@ def counts_cases(header: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Quantity:
+class _Quantity:
     """One number of a table.
 
     Attributes
@@ -186,7 +186,7 @@ class Quantity:
 
     metric: Metric
     name: frozenset[str]
-    figure: PrintedNumber
+    figure: _PrintedNumber
     line: int
     table: Table
     role: Role = ""
@@ -196,19 +196,19 @@ class Quantity:
     whole: int = 100
 
 
-def quantities(document: Document) -> list[Quantity]:
+def quantities(document: Document) -> list[_Quantity]:
     """All table numbers with a known metric, with n carried over between tables."""
     tables = (replace(t, rows=t.rows[:_ROWS]) for t in document.tables if len(t.header) <= _COLUMNS)
     found = list(islice((q for table in tables for q in _of_table(table)), _MOST))
     return [_with_n(q, found) for q in found]
 
 
-def figures_of(table: Table) -> list[list[PrintedNumber | None]]:
+def figures_of(table: Table) -> list[list[_PrintedNumber | None]]:
     """The numbers of a table, by row and column."""
     return [[parse_figure(cell) for cell in row.cells] for row in table.rows]
 
 
-def _of_table(table: Table) -> Iterator[Quantity]:
+def _of_table(table: Table) -> Iterator[_Quantity]:
     """The numbers of a table whose columns, or else whose rows, are metrics."""
     columns, rows = list(table.header[1:]), [row.cells[0] for row in table.rows]
     grid = [row[1:] for row in figures_of(table)]
@@ -232,7 +232,7 @@ def _of_table(table: Table) -> Iterator[Quantity]:
                 continue
             own_n = figure.n or (int(count.value) if count and count.is_count else None)
             n = own_n or _stated_n(label, header) or around
-            yield Quantity(
+            yield _Quantity(
                 metric,
                 _words(header) if any(roles) else _words(header) | _words(label),
                 figure,
@@ -253,7 +253,7 @@ def _words(label: str) -> frozenset[str]:
     return frozenset(_WORD.findall(label.lower()))
 
 
-def _with_n(quantity: Quantity, others: Sequence[Quantity]) -> Quantity:
+def _with_n(quantity: _Quantity, others: Sequence[_Quantity]) -> _Quantity:
     """Add a missing n: a table that compares models on one metric uses the cases of its own row,
     which may be stated where the own row's number is repeated, in a table of that model alone."""
     if quantity.n is not None or not quantity.compares or not quantity.name & _OVERALL:
@@ -339,8 +339,8 @@ _MOST_REPEATS, _MOST_CASES = 20, 10**7
 
 
 def impossible_shares(
-    document: Document, known: Sequence[Quantity]
-) -> Iterator[tuple[CardFinding, Quantity | None]]:
+    document: Document, known: Sequence[_Quantity]
+) -> Iterator[tuple[CardFinding, _Quantity | None]]:
     """Findings, each with its number in a table."""
     said = {int(next(filter(None, m.groups()))) for m in _REPEATS.finditer(document.text)}
     repeats = sorted(said - {0, 1})[:_MOST_REPEATS]
@@ -374,7 +374,7 @@ def impossible_shares(
                 yield CardFinding(line, "percentage-impossible", what, _FIX), None
 
 
-def _no_share(figure: PrintedNumber, n: int, tries: Sequence[int], whole: int) -> str:
+def _no_share(figure: _PrintedNumber, n: int, tries: Sequence[int], whole: int) -> str:
     """Reason why no number of ``n`` cases with so many tries each prints as the figure; empty if
     one does."""
     if not 0 <= figure.value <= whole:
@@ -408,7 +408,7 @@ _NEAR = 300
 
 
 def claim_findings(
-    document: Document, known: Sequence[Quantity], impossible: Collection[Quantity]
+    document: Document, known: Sequence[_Quantity], impossible: Collection[_Quantity]
 ) -> Iterator[CardFinding]:
     """One finding per false claim, such as ``4x improvement``."""
     claims = ((p, m) for p in document.paragraphs for m in _FACTOR.finditer(p.text))
@@ -422,9 +422,9 @@ def claim_findings(
             yield CardFinding(line, rule, f"{claim!r} {said}", fix)
 
 
-def _pairs(known: Sequence[Quantity]) -> list[tuple[Quantity, Quantity]]:
+def _pairs(known: Sequence[_Quantity]) -> list[tuple[_Quantity, _Quantity]]:
     """Own and base number of one metric, from one table if possible."""
-    base: dict[tuple[str, frozenset[str]], list[Quantity]] = defaultdict(list)
+    base: dict[tuple[str, frozenset[str]], list[_Quantity]] = defaultdict(list)
     for q in known:
         if q.role == "base" and q.figure.value > 0:
             base[q.metric.key, q.name].append(q)
@@ -437,8 +437,8 @@ def _pairs(known: Sequence[Quantity]) -> list[tuple[Quantity, Quantity]]:
 def _problem(
     claim: re.Match[str],
     around: str,
-    pairs: Sequence[tuple[Quantity, Quantity]],
-    impossible: Collection[Quantity],
+    pairs: Sequence[tuple[_Quantity, _Quantity]],
+    impossible: Collection[_Quantity],
 ) -> tuple[str, str] | None:
     """Rule and fault; None if the claim is possible or undecidable. A claim that recomputes may
     still compare numbers that are not comparable."""
@@ -469,7 +469,7 @@ def _problem(
     return None
 
 
-def _holds(claim: re.Match[str], own: Quantity, base: Quantity) -> bool:
+def _holds(claim: re.Match[str], own: _Quantity, base: _Quantity) -> bool:
     """True if two printed numbers can give the claim."""
     value = Fraction(claim["value"])
     room = Fraction(10) ** -len(claim["value"].partition(".")[2])

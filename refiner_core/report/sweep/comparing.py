@@ -41,7 +41,6 @@ from refiner_core.report.sweep.evidence import (
     judge_and_rubrics,
     make_groups,
 )
-from refiner_core.report.sweep.monitors import make_monitors
 from refiner_core.report.sweep.numbers import (
     ALPHA,
     ComparisonSetting,
@@ -358,6 +357,49 @@ def make_attempts(groups: Sequence[Group]) -> Iterator[Row]:
                     **{n: sum(int(counts[n]) for counts in found) for n in ("asked", "passed")},
                     **{n: summed(counts[n] for counts in found) for n in ("failures", "errors")},
                 }
+
+
+def make_monitors(evidence: SweepEvidence) -> tuple[Row, ...]:
+    """A row for each arm with a monitor: means over its finished trials.
+
+    Arms are comparable if they have the same gold protocols and rows; others have no numbers.
+    ``at`` is the last step at which all trials were looked at.
+    """
+    found = {t.place: t.monitor for t in evidence.trials if t.monitor}
+    if not found:
+        return ()
+    steps = [set(dict(monitor["gold"])) for monitor in found.values()]
+    at = max(set.intersection(*steps), default=None)
+    alike = len({(tuple(m["golds"]), m["rows"]) for m in found.values()}) == 1
+    arms = dict.fromkeys(arm for arm, _ in found)
+    return tuple(
+        _monitor_row(arm, [m for p, m in found.items() if p[0] == arm], at, alike) for arm in arms
+    )
+
+
+def _monitor_row(
+    arm: str, monitors: Sequence[Mapping[str, Any]], at: int | None, alike: bool
+) -> Row:
+    known = monitors if alike else ()
+    return {
+        **{"arm": arm, "trials": len(monitors), "at": at},
+        "stopped": [m["stopped"] for m in monitors if m["stopped"] is not None],
+        "alarms": [m["alarm"] for m in monitors if m["alarm"] is not None],
+        **_monitor_means("equal", [(m, at) for m in known]),
+        **_monitor_means("end", [(m, m["gold"][-1][0]) for m in known]),
+        **_monitor_means("best", [(m, m["best"]) for m in known]),
+    }
+
+
+def _monitor_means(
+    when: str, looks: Sequence[tuple[Mapping[str, Any], int | None]]
+) -> dict[str, float | None]:
+    """Mean proxy and gold of monitors, each at a step."""
+    found: dict[str, float | None] = {}
+    for name in ("proxy", "gold"):
+        values = [dict(m[name])[step] for m, step in looks if step in dict(m[name])]
+        found[f"{name}_{when}"] = sum(values) / len(values) if values else None
+    return found
 
 
 POWER = 0.8
