@@ -206,23 +206,22 @@ def find_side(workspace: Workspace, word: str) -> _DiffSide:
     if colon and sweep_versions(workspace, first):  # ARM/seedN:STAGE is a stage of a trial
         trial, with_stage, stage = rest.partition(":")
         label = f"{first}:{trial}"
-        return _of_run(
-            workspace, required_run(workspace, label, _A_RUN), stage if with_stage else None, label
-        )
+        return _of_run(workspace, label, stage if with_stage else None, label)
     if colon:
-        return _of_run(workspace, required_run(workspace, first, _A_RUN), rest)
+        return _of_run(workspace, first, rest)
     if workspace.layout.stage(word).spec.exists():
         record = workspace.read_record(word)
         assert record is not None, "a stage with a specification has a record"
         return _DiffSide(word, workspace, None, {record.spec.name: word})
-    return _of_run(workspace, required_run(workspace, word, _A_RUN))
+    return _of_run(workspace, word)
 
 
 def _of_run(
-    workspace: Workspace, run: RunRecord, stage: str | None = None, label: str = ""
+    workspace: Workspace, word: str, stage: str | None = None, label: str = ""
 ) -> _DiffSide:
     """A run with its stages in the order of work, so that the first difference comes first; or one
     stage of it."""
+    run = required_run(workspace, word, "a run to compare")
     if stage is not None:
         stages = {stage: the_stage(run, stage)}
         return _DiffSide(f"{run.run}:{stage}", workspace, run, stages)
@@ -358,7 +357,6 @@ def _texts(folder: Path) -> dict[str, bytes]:
     }
 
 
-_A_RUN = "a run to compare"
 FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.parquet")
 
 
