@@ -55,6 +55,7 @@ from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE, card_words
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.placement import sft_section
 from refiner_core.contract.planned import stage_changes
+from refiner_core.contract.records import mapped
 from refiner_core.report.printing import clock, spark
 
 _UNITS = ("gpu_hours", "core_hours")
@@ -562,7 +563,9 @@ def build_card(facts: CardFacts) -> str:
     """
     known = facts_to_json(facts)
     variables = card_variables(facts_from_json(known)) | {"facts": known}
-    return render(facts.template, _plain(variables))
+    # Templates may inspect texts: these have no marks.
+    plain = mapped(variables, lambda one: unmarked(one) if isinstance(one, str) else one)
+    return render(facts.template, plain)
 
 
 def marked_card(facts: CardFacts, template: str | None = None) -> str:
@@ -570,15 +573,6 @@ def marked_card(facts: CardFacts, template: str | None = None) -> str:
     as :func:`build_card`."""
     known = facts_to_json(facts)
     return render(template, card_variables(facts_from_json(known)) | {"facts": known})
-
-
-def _plain(value: Any) -> Any:
-    """Texts without marks, for templates that inspect them."""
-    if isinstance(value, str):
-        return unmarked(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    return [*map(_plain, value)] if isinstance(value, list | tuple) else value
 
 
 def card_variables(facts: CardFacts) -> dict[str, Any]:

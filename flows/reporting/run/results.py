@@ -32,6 +32,7 @@ from infra.store.traces import MetricsLine, read_rollouts
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.kinds import MODELS, TRAINED, model_order
 from refiner_core.contract.protocols import protocol_name
+from refiner_core.contract.records import mapped
 from refiner_core.evaluation.metric_names import base_of
 from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS, higher_is_better
 from refiner_core.evaluation.results import compare_results, load_results
@@ -380,15 +381,13 @@ def clip(text: str, most: int) -> str:
 
 def clipped(value: Any, most: int) -> Any:
     """JSON whose long texts are cut; numbers that are not finite are None."""
-    if isinstance(value, str):
-        return clip(value, most)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [clipped(v, most) for v in value]
-    if isinstance(value, Mapping):
-        return {str(k): clipped(v, most) for k, v in value.items()}
-    return value
+
+    def leaf(one: Any) -> Any:
+        if isinstance(one, str):
+            return clip(one, most)
+        return finite(one) if isinstance(one, float) else one
+
+    return mapped(value, leaf)
 
 
 #: Number of examples of each kind, and the smallest change that counts.
