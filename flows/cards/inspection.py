@@ -20,9 +20,8 @@ from infra.store.stage_records import CARD, EVIDENCE
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import load_evidence
-from refiner_core.cards.lint import CardFinding
+from refiner_core.cards.lint import LARGEST_EVIDENCE, CardFinding
 from refiner_core.cards.lint import check_card as findings_of
-from refiner_core.cards.lint.evidence_check import LARGEST
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -110,7 +109,7 @@ def check_card(
 def find_card(target: str) -> _Source:
     """The card named on the command line; see :func:`check_card`."""
     if target == "-":
-        return _Source("<stdin>", _text(sys.stdin.buffer.read(4 * LARGEST + 1), "stdin"))
+        return _Source("<stdin>", _text(sys.stdin.buffer.read(4 * LARGEST_EVIDENCE + 1), "stdin"))
     path = Path(target).expanduser()
     if path.is_dir():
         card = path / CARD
@@ -160,7 +159,7 @@ def _read_evidence_file(folder: Path) -> str | None:
 def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:  # enough for the check of its size
-            return _text(file.read(4 * LARGEST + 1), str(path))
+            return _text(file.read(4 * LARGEST_EVIDENCE + 1), str(path))
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"There is no file {path}.",

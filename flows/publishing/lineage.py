@@ -246,7 +246,7 @@ def _until_checkpoint(record: StageRecord, export: Mapping[str, Any]) -> tuple[A
 def _until(
     record: StageRecord, last: int, seconds: float | None, ended_at: str | None
 ) -> tuple[Attempt, ...]:
-    end = {"outcome": None, "seconds": seconds, "ended_at": ended_at}
+    end: dict[str, Any] = {"outcome": None, "seconds": seconds, "ended_at": ended_at}
     until = (a for a in record.attempts if a.number <= last)
     return tuple(replace(a, **end) if a.number == last else a for a in until)
 

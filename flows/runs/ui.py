@@ -45,7 +45,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.records import RunRecord
-from refiner_core.report.charts import Series, chart
+from refiner_core.report.drawing import Series, chart
 from refiner_core.report.printing import hours, label
 from refiner_core.report.runs.rendering import page
 

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from refiner_core.contract.records import mapped, to_json
 from refiner_core.report import drawing, printing
-from refiner_core.report.charts import library
+from refiner_core.report.drawing import library
 
 _HERE = "refiner_core.report"
 #: Limits on characters of a value, and on values of one list or mapping.

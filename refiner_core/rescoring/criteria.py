@@ -424,7 +424,7 @@ def _section_of_set(smaller: Mapping[str, Any], document: Mapping[str, Any]) -> 
     if not smaller["reached"]:
         text = f"No smaller set keeps a rank correlation of {smaller['keep']:g}."
         return Section(title, (text,))
-    spearman = with_interval(*(smaller[name] for name in ("spearman", "low", "high")), 2)
+    spearman = with_interval(smaller["spearman"], smaller["low"], smaller["high"], 2)
     words = (
         f"{count} of {of} static criteria ({count / of:.0%} of their questions), with new weights, "
         f"keep a rank correlation of {spearman} "

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.facts import CardFacts
-from refiner_core.cards.lint import CardFinding, check_card, lint_card
-from refiner_core.cards.lint.evidence_check import differences
+from refiner_core.cards.lint import CardFinding, check_card, differences, lint_card
 from refiner_core.evaluation.statistics import wilson
 from tests.support.card_facts import card_numbers, full_facts, sft_facts
 from tests.support.card_facts import evaluation as any_evaluation

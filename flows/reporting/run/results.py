@@ -36,7 +36,7 @@ from refiner_core.contract.records import mapped
 from refiner_core.evaluation.metric_names import base_of
 from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS, higher_is_better
 from refiner_core.evaluation.results import compare_results, load_results
-from refiner_core.report.charts import kept_indices
+from refiner_core.report.drawing import kept_indices
 from refiner_core.report.printing import finite
 from refiner_core.report.run.rendering import MONITOR
 from refiner_core.report.run.run_report import Row

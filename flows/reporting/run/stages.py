@@ -180,7 +180,7 @@ def _row(reading: RunReading, name: str, status: StageStatus | None) -> StageRow
         return replace(row, state="unreadable", reason=masked(reading.unreadable[name]))
     if history is None:
         known = {} if status is None else picked(status, "state", "reason")
-        return replace(row, **{name: masked(text) for name, text in known.items()})
+        return replace(row, **known | {"reason": masked(known.get("reason", ""))})
     spec, result = history.record.spec, history.record.result
     state = history.record.state if status is None else status.state
     step, total = _progress(status)

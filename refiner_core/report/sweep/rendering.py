@@ -22,7 +22,7 @@ from typing import Any
 
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report import drawing, printing
-from refiner_core.report.charts import Series, chart, summary
+from refiner_core.report.drawing import Series, chart, summary
 from refiner_core.report.pages import leaf, parts_of, template_of
 from refiner_core.report.people import corrected_section
 from refiner_core.report.printing import Section, finite, plain
