@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
+import pandas as pd
 
 from flows.reporting.run.stages import RunReading
 from flows.reporting.samples import SamplesReader, questions_of
@@ -417,7 +418,7 @@ def choose(changes: Mapping[str, float]) -> dict[str, str]:
     better = [p for p in reversed(order) if changes[p] > _NO_CHANGE][:_BETTER]
     worse = [p for p in order if changes[p] < -_NO_CHANGE][:_WORSE]
     rest = [p for p in order if p not in {*better, *worse}]
-    middle = float(np.median(list(changes.values()))) if changes else 0.0
+    middle = median(changes.values()) if changes else 0.0
     rest.sort(key=lambda p: (abs(changes[p] - middle), p))
     why = [("improved most", better), ("got worse most", worse), ("typical", rest[:_TYPICAL])]
     return {p: word for word, prompts in why for p in prompts}
@@ -433,13 +434,9 @@ def _before_and_after(reading: RunReading, shown: Sequence[ModelEvaluation]) -> 
     metric = next((m for m in _METRICS if all(m in mean.metrics for mean in means)), None)
     if metric is None:
         return ()
-    was, is_now = (
-        dict(zip(mean.prompts, values.tolist(), strict=True))
-        for mean in means
-        if (values := mean.of(metric)) is not None
-    )
-    changes = {p: is_now[p] - was[p] for p in was if p in is_now}
-    chosen = choose({p: change for p, change in changes.items() if np.isfinite(change)})
+    was, is_now = (pd.Series(mean.of(metric), mean.prompts) for mean in means)
+    changes = (is_now - was).dropna().to_dict()
+    chosen = choose(changes)
     prompts = list(chosen)
     answers = []
     for evaluated, file in zip(shown, files, strict=True):
