@@ -41,13 +41,15 @@ from refiner_core.judge_report.measures import plain
 from refiner_core.judges import build_judge
 from refiner_core.judges.context import usage_of
 from refiner_core.report.printing import MISSING, Section, measured, table_lines
-from refiner_core.rescoring.compare import compare, judges_agree, make_matrix
 from refiner_core.rescoring.rollouts import (
     RecordedJudge,
     Scores,
+    compare,
     fidelity,
     groups_of,
     judge_identity,
+    judges_agree,
+    make_matrix,
     scores_under,
     stored_scores,
 )

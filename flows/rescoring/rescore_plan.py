@@ -37,10 +37,10 @@ from refiner_core.contract.types import Judgement, JudgeRequest
 from refiner_core.judge_report.material import is_batched
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.judges.calls import ChatCall, plan_calls
-from refiner_core.rescoring.compare import common_prompts
 from refiner_core.rescoring.rollouts import (
     Metric,
     Question,
+    common_prompts,
     items_of,
     judge_identity,
     questions_of,

@@ -36,8 +36,7 @@ from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.judge_report.measures import paired, plain
 from refiner_core.report.people import shown
 from refiner_core.report.printing import Section, number, short, with_interval
-from refiner_core.rescoring.compare import kendall_tau_b
-from refiner_core.rescoring.rollouts import StoredRollout
+from refiner_core.rescoring.rollouts import StoredRollout, kendall_tau_b
 
 Floats = npt.NDArray[np.float64]
 Row = dict[str, Any]

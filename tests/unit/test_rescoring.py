@@ -21,21 +21,19 @@ from flows.rescoring.rescore_plan import (
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow, RewardResult
-from refiner_core.rescoring.compare import (
-    best_samples,
-    common_prompts,
-    compare,
-    judges_agree,
-    kendall_tau_b,
-    make_matrix,
-)
 from refiner_core.rescoring.rollouts import (
     RecordedJudge,
     Scores,
     StoredRollout,
+    best_samples,
+    common_prompts,
+    compare,
     fidelity,
     items_of,
     judge_identity,
+    judges_agree,
+    kendall_tau_b,
+    make_matrix,
     questions_of,
     recorded,
     scores_under,
