@@ -359,7 +359,8 @@ def plan_rescoring(
     # A publication by hand is a run as well, but has no rollouts.
     trains = "" if part is not None and part.source != "rollouts" else "grpo"
     what = "a workspace in which something was trained"
-    found = [required_run(ws, name, what, stage=trains) for name in runs or [None]]
+    names: Sequence[str | None] = runs or [None]
+    found = [required_run(ws, name, what, stage=trains) for name in names]
     wanted = tuple({run.run: run for run in found}.values())
     part = replace(
         part or RolloutSelection(), steps=steps or ("all" if len(wanted) == 1 else LAST_STEPS)
