@@ -103,8 +103,7 @@ if TYPE_CHECKING:
         list_recipes,
         plan_json,
     )
-    from flows.proving.proof_plan import plan_resume_proofs
-    from flows.proving.runs import prove_resume
+    from flows.proving.runs import plan_resume_proofs, prove_resume
     from flows.publishing.by_hand import begin_publication, plan_publication, publish_checkpoints
     from flows.reporting.run.report import report_of_run, report_run
     from flows.reporting.several import compare_runs, report_runs

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from flows.running.status import the_stage as the_stage
 from infra.store.layout import AttemptPaths
-from infra.store.traces import list_rollouts
+from infra.store.traces import MetricsLine, list_rollouts, read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import ABSENT, FieldInfo, walk
@@ -34,6 +34,14 @@ def attempts_of(workspace: Workspace, stage_id: str) -> dict[int, AttemptPaths]:
     """All attempts at a stage by number, the newest first."""
     stage = workspace.layout.stage(stage_id)
     return {number: stage.attempt(number) for number in reversed(stage.attempt_numbers())}
+
+
+def newest_metrics(
+    workspace: Workspace, stage_id: str, only: Collection[str] | None = None
+) -> list[MetricsLine]:
+    """Lines of the newest attempt that has logged anything, of ``only`` these metrics."""
+    attempts = attempts_of(workspace, stage_id).values()
+    return next(filter(None, (read_metrics(paths.metrics, only) for paths in attempts)), [])
 
 
 def rollouts_by_step(folder: Path) -> dict[int, Path]:

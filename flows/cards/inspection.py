@@ -20,9 +20,8 @@ from infra.store.stage_records import CARD, EVIDENCE
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import load_evidence
-from refiner_core.cards.lint import CardFinding
+from refiner_core.cards.lint import LARGEST_EVIDENCE, CardFinding
 from refiner_core.cards.lint import check_card as findings_of
-from refiner_core.cards.lint.evidence_check import LARGEST
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -110,7 +109,7 @@ def check_card(
 def find_card(target: str) -> _Source:
     """The card named on the command line; see :func:`check_card`."""
     if target == "-":
-        return _Source("<stdin>", _text(sys.stdin.buffer.read(4 * LARGEST + 1), "stdin"))
+        return _Source("<stdin>", _text(sys.stdin.buffer.read(4 * LARGEST_EVIDENCE + 1), "stdin"))
     path = Path(target).expanduser()
     if path.is_dir():
         card = path / CARD
@@ -160,7 +159,7 @@ def _read_evidence_file(folder: Path) -> str | None:
 def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:  # enough for the check of its size
-            return _text(file.read(4 * LARGEST + 1), str(path))
+            return _text(file.read(4 * LARGEST_EVIDENCE + 1), str(path))
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"There is no file {path}.",
@@ -284,7 +283,7 @@ def show_card(
 
 
 def _run_and_stage(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord, str | None]:
-    from flows.running.status import find_run, newest_runs
+    from flows.running.status import newest_runs, required_run
 
     if len(words) > 2:
         raise ConfigurationError(
@@ -293,17 +292,11 @@ def _run_and_stage(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecor
             fix="remove the extra words",
         )
     published = (run for run in newest_runs(workspace, models=True) if _finished(workspace, run))
-    newest = next(published, None) or find_run(workspace)
-    if newest is None:
-        raise ConfigurationError(
-            f"No run is recorded in {workspace.root}.",
-            expected="a workspace with a run that has published",
-            fix="name another workspace=DIR, or run a recipe: `refiner run tiny`",
-        )
+    what = "a workspace with a run that has published"
+    newest = next(published, None) or required_run(workspace, None, what)
     if len(words) == 1 and words[0].partition("-")[0] in _PUBLICATIONS:
         return newest, words[0]
-    run = find_run(workspace, words[0]) if words else newest
-    assert run is not None, "a named run exists, or is refused"
+    run = required_run(workspace, words[0], what) if words else newest
     return run, words[1] if len(words) == 2 else None
 
 

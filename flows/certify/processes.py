@@ -27,8 +27,7 @@ import torch
 
 from flows.certify.rank import train
 from flows.certify.work import WorkOrder, absent, check, open_io, recipe, write_rows
-from flows.proving.proof_plan import plan_resume_proofs
-from flows.proving.runs import prove_resume
+from flows.proving.runs import plan_resume_proofs, prove_resume
 from infra.ranks.launch import run_ranks
 from infra.rollouts import servers as opening
 from refiner_core.contract.config import RecipeConfig

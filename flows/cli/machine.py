@@ -227,15 +227,15 @@ def prove_resume_command(
     Exit code 0: bitwise or within tolerance; 1: diverged, or a stage failed; 6: stopped.
     """
     from flows.cli.run import stop_on_signals
-    from flows.proving.proof_plan import (
+    from flows.proving.runs import (
         exit_code,
         next_line,
         plan_lines,
         plan_resume_proofs,
         proof_lines,
         proofs_json,
+        prove_resume,
     )
-    from flows.proving.runs import prove_resume
 
     plans = plan_resume_proofs(recipe, overrides, **options)
     for line in plan_lines(plans):

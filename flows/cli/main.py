@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: that `--help` imports nothing.
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Every day": {
-        "init": ("init", "Start a recipe of your own, ready to plan."),
+        "init": ("own", "Start a recipe of your own, ready to plan."),
         "doctor": ("machine", "Check this machine; print how to fix what does not work."),
         "plan": ("plan", "Show what a recipe would do, without changes."),
         "run": ("run", "Run a recipe; finished stages are skipped."),
@@ -59,7 +59,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "rescore": ("judge", "Score stored rollouts under other judges, rubrics, weights."),
         "rubrics": ("sets", "Show and check rubric sets; report what criteria teach."),
         "protocols": ("sets", "Show and check evaluation protocols."),
-        "data": ("own_data", "Check and convert rows of your own."),
+        "data": ("own", "Check and convert rows of your own."),
         "environments": ("sets", "Show, check and play environments of agents."),
     },
     "Details": {
@@ -117,36 +117,35 @@ def _main(argv: Sequence[str] | None) -> int:
         _check_text(args)
         code = cli.main(args=args, prog_name="refiner", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except RefinerError as error:
-        if debug:
-            raise
-        return _print_line(str(error), error.exit_code, as_json)
     except click.ClickException as error:
         return _print_line(_usage_error(error), 2, as_json)
     except (KeyboardInterrupt, click.Abort):
         return _print_line("Stopped.", 6, as_json)
     except SystemExit:  # click's exit when the reader has closed the pipe, as in `| head -1`
         return 0
-    except OSError as error:
+    except Exception as error:
         if debug:
             raise
+        return _print_line(*_said(error), as_json)
+
+
+def _said(error: Exception) -> tuple[str, int]:
+    """Message and exit code of an error."""
+    if isinstance(error, RefinerError):
+        return str(error), error.exit_code
+    if isinstance(error, OSError):
         where = f" {error.filename}" if error.filename else ""
         said = (
             f"The system refused: {error.strerror or error}{where}. Expected to read and "
             "write there. To fix it: check the path, its permissions and the free disk space, "
             "then run the same command again."
         )
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return _print_line(said, 5 if full else 4, as_json)
-    except Exception as error:
-        if debug:
-            raise
-        return _print_line(
-            f"A bug in refiner: {type(error).__name__}: {error}. Finished work is not "
-            "lost. To fix it: run the same command with --debug and report the traceback.",
-            70,
-            as_json,
-        )
+        return said, 5 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 4
+    said = (
+        f"A bug in refiner: {type(error).__name__}: {error}. Finished work is not lost. To fix it: "
+        "run the same command with --debug and report the traceback."
+    )
+    return said, 70
 
 
 def _detach_in_full(args: list[str]) -> list[str]:

@@ -26,7 +26,7 @@ from flows.cli.options import (
     wrong_text,
 )
 from flows.cli.run import finish, leave_to, stop_on_signals
-from refiner_core.contract.records import picked
+from refiner_core.contract.records import picked, to_json
 from refiner_core.report.printing import size, table_lines
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def check_command(target: str, evidence: Path | None, template: Path | None, as_
     value = {
         **{"version": 1, "card": checked.name, "evidence": checked.has_evidence},
         **picked(checked, "errors", "warnings"),
-        "findings": [f.to_json() for f in checked.findings],
+        "findings": to_json(checked.findings),
     }
     option = ["--evidence", str(evidence)] if evidence else []
     again = [command_line("card", "check", target, *option)] * bool(checked.errors)

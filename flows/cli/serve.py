@@ -10,6 +10,7 @@ import click
 
 from flows.cli.aliases import former, former_option
 from flows.cli.options import (
+    F,
     argument,
     at_most_one,
     command_line,
@@ -76,7 +77,9 @@ def deploy_command(files: tuple[str, ...], workspace: str | None, pool: str, as_
     return 0
 
 
-file_argument = argument("file", metavar="FILE")
+def _on_file(command: F) -> F:
+    """Arguments of a command on a nightly file."""
+    return argument("file", metavar="FILE")(overrides_argument(command))
 
 
 @click.group("nightly", epilog="Start with: refiner nightly check tiny-nightly")
@@ -90,8 +93,7 @@ def nightly_command() -> None:
 
 
 @nightly_command.command("check")
-@file_argument
-@overrides_argument
+@_on_file
 @json_option
 def check_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Check FILE without changes."""
@@ -117,8 +119,7 @@ def check_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 
 
 @nightly_command.command("run")
-@file_argument
-@overrides_argument
+@_on_file
 @click.option("--night", metavar="DATE", help="a night of the schedule; default: the newest")
 @click.option("--take-over", is_flag=True, help="even if another host claims it")
 @json_option
@@ -140,8 +141,7 @@ def run_command(
 
 
 @nightly_command.command("status")
-@file_argument
-@overrides_argument
+@_on_file
 @json_option
 def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Show the current night, the last numbers, and open alerts."""
@@ -167,8 +167,7 @@ def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 
 
 @nightly_command.command("history")
-@file_argument
-@overrides_argument
+@_on_file
 @json_option
 @former_option("--csv", "`refiner nightly history --json` prints all numbers.", flag=True)
 def history_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
@@ -195,8 +194,7 @@ def _history_lines(reading: HistoryView) -> Iterator[str]:
 
 
 @nightly_command.command("page")
-@file_argument
-@overrides_argument
+@_on_file
 @click.option("--out", metavar="FILE", help="output file; default: in the workspace")
 def page_command(file: str, overrides: tuple[str, ...], out: str | None) -> int:
     """Write the page of trends: one HTML file that works offline."""

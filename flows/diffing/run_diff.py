@@ -1,10 +1,12 @@
-"""Differences of two sides in settings and outputs: as a value, as JSON, and for a terminal.
+"""Differences of two runs, trials or stages in settings and outputs: as a value, as JSON, and for a
+terminal.
 
-In: two :class:`~flows.diffing.sides.DiffSide` and their pairs of stages. Out: a :data:`Difference`:
-configuration, sources, code, environment; prepared rows, training steps (the first whose metrics or
-rollouts are not bitwise the same), metrics; its lines and JSON, and suggested commands. Identity
-fields are separated from execution fields. Metrics under different protocols are refused, with the
-names of the fields that differ.
+In: two names, and their workspaces. Out: a :data:`Difference`: configuration, sources, code,
+environment; prepared rows, training steps (the first whose metrics or rollouts are not bitwise the
+same), metrics; its lines and JSON, and suggested commands. A name gives a :class:`_DiffSide`, two
+sides give the :class:`_StagePair` values of matching stages. Identity fields are separated from
+execution fields. Metrics under different protocols are refused, with the names of the fields that
+differ.
 """
 
 from __future__ import annotations
@@ -12,21 +14,17 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from flows.diffing.sides import (
-    DiffSide,
-    StagePair,
-    StageSide,
-    both_of,
-    differing,
-    find_side,
-    pairs_of,
-)
-from flows.stored import field_values, rollouts_by_step
+from flows.running.status import required_run, stage_names
+from flows.stored import field_values, rollouts_by_step, the_stage
+from infra.store.layout import AttemptPaths
+from infra.store.sweep_records import sweep_versions
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
@@ -34,7 +32,201 @@ from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.loading import leaves
 from refiner_core.contract.proofs import MEASURED
+from refiner_core.contract.records import RunRecord, StageRecord, StageResult, StageSpec
 from refiner_core.report.pages import template_of
+
+
+@dataclass(frozen=True)
+class _DiffSide:
+    """One side of a comparison.
+
+    Attributes
+    ----------
+    label
+        Its name: the word, or the run's id.
+    run
+        The call; None for a stage by its own id.
+    stages
+        Names of stages -> ids; only one if a stage was named.
+    """
+
+    label: str
+    workspace: Workspace
+    run: RunRecord | None
+    stages: Mapping[str, str]
+
+    @property
+    def single(self) -> bool:
+        """True if it is one stage."""
+        return len(self.stages) == 1
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The whole configuration; for a stage id, that of its newest attempt."""
+        if self.run is not None:
+            return self.run.config
+        found: Mapping[str, Any] = {}
+        for stage_id in self.stages.values():
+            paths = self.workspace.layout.stage(stage_id)
+            for number in paths.attempt_numbers():
+                found = self.workspace.part(paths.attempt(number), "config") or found
+        return found
+
+
+@dataclass
+class _StageSide:
+    """One side's part of a pair; read on demand."""
+
+    side: _DiffSide
+    stage_id: str
+
+    @cached_property
+    def record(self) -> StageRecord | None:
+        """Record of the stage; None before it has begun."""
+        return self.side.workspace.read_record(self.stage_id)
+
+    @property
+    def spec(self) -> StageSpec | None:
+        """Specification of the stage; None before it has begun."""
+        return None if self.record is None else self.record.spec
+
+    @property
+    def sources(self) -> Mapping[str, Any]:
+        """Digests of its sources; empty before it has begun."""
+        return {} if self.spec is None else self.spec.sources
+
+    @property
+    def result(self) -> StageResult | None:
+        """Result of the stage; None if it is not done."""
+        return None if self.record is None else self.record.result
+
+    @property
+    def paths(self) -> AttemptPaths | None:
+        """Files of the attempt with the complete history."""
+        if self.record is None or not self.record.attempts:
+            return None
+        number = self.result.attempt if self.result else self.record.attempts[-1].number
+        return self.side.workspace.layout.attempt(self.stage_id, number)
+
+    @property
+    def output(self) -> Path | None:
+        """Folder of its output; None if it is not done."""
+        return self.side.workspace.output_dir(self.stage_id)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of its output files."""
+        return {} if self.result is None else {f.path: f.sha256 for f in self.result.files}
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """Provenance of its worker; empty before it has begun."""
+        if self.result is not None:
+            return self.result.provenance
+        paths = self.paths
+        started = None if paths is None else self.side.workspace.read_control(paths.started)
+        return (started or {}).get("provenance") or {}
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """Report of the stage; empty if it is not done."""
+        return {} if self.result is None else self.result.report
+
+
+class _StagePair(NamedTuple):
+    """A stage of each side; None if a side has none of that name."""
+
+    name: str
+    a: _StageSide | None
+    b: _StageSide | None
+
+    @property
+    def kind(self) -> str:
+        """``data``, ``grpo`` …"""
+        half = self.a or self.b
+        assert half is not None, "a pair has a stage"
+        return half.stage_id.rpartition("-")[0]
+
+    @property
+    def same(self) -> bool:
+        """True if both are the same stage: nothing about it can differ."""
+        if self.a is None or self.b is None:
+            return False
+        one, other = ((h.stage_id, h.side.workspace.root) for h in (self.a, self.b))
+        return one == other
+
+
+def both_of(
+    pairs: Iterable[_StagePair], *kinds: str
+) -> Iterator[tuple[str, _StageSide, _StageSide]]:
+    """Name and halves of the pairs (of these kinds) with two different halves."""
+    for pair in pairs:
+        wanted = not kinds or pair.kind in kinds
+        if wanted and pair.a is not None and pair.b is not None and not pair.same:
+            yield pair.name, pair.a, pair.b
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> both values, for those that differ."""
+    keys = dict.fromkeys([*one, *other])
+    return {k: (one.get(k), other.get(k)) for k in keys if one.get(k) != other.get(k)}
+
+
+def pairs_of(a: _DiffSide, b: _DiffSide) -> list[_StagePair]:
+    """Matching stages: by name, in the order of the first side; or the two that were named."""
+    if a.single and b.single:
+        (name_a, id_a), (name_b, id_b) = *a.stages.items(), *b.stages.items()
+        name = name_a if name_a == name_b else f"{name_a}, {name_b}"
+        return [_StagePair(name, _StageSide(a, id_a), _StageSide(b, id_b))]
+    names = [*a.stages, *(n for n in b.stages if n not in a.stages)]
+    if a.single or b.single:  # a stage against a run: that stage of it
+        names = [n for n in names if n in a.stages and n in b.stages] or names
+    return [_StagePair(name, _half(a, name), _half(b, name)) for name in names]
+
+
+def _half(side: _DiffSide, name: str) -> _StageSide | None:
+    return _StageSide(side, side.stages[name]) if name in side.stages else None
+
+
+def find_side(workspace: Workspace, word: str) -> _DiffSide:
+    """The side of a name.
+
+    Parameters
+    ----------
+    word
+        A run's id or a unique part of it; ``RUN:STAGE``; a stage's id; a trial as
+        ``SWEEP:ARM/seedN``.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none, or several; the message suggests the nearest.
+    """
+    first, colon, rest = word.partition(":")
+    if colon and sweep_versions(workspace, first):  # ARM/seedN:STAGE is a stage of a trial
+        trial, with_stage, stage = rest.partition(":")
+        label = f"{first}:{trial}"
+        return _of_run(workspace, label, stage if with_stage else None, label)
+    if colon:
+        return _of_run(workspace, first, rest)
+    if workspace.layout.stage(word).spec.exists():
+        record = workspace.read_record(word)
+        assert record is not None, "a stage with a specification has a record"
+        return _DiffSide(word, workspace, None, {record.spec.name: word})
+    return _of_run(workspace, word)
+
+
+def _of_run(
+    workspace: Workspace, word: str, stage: str | None = None, label: str = ""
+) -> _DiffSide:
+    """A run with its stages in the order of work, so that the first difference comes first; or one
+    stage of it."""
+    run = required_run(workspace, word, "a run to compare")
+    if stage is not None:
+        stages = {stage: the_stage(run, stage)}
+        return _DiffSide(f"{run.run}:{stage}", workspace, run, stages)
+    return _DiffSide(label or run.run, workspace, run, {n: run.stages[n] for n in stage_names(run)})
+
 
 #: Fields covered by a stage's own fields, or names for people.
 _NO_NEWS = ("description", "workspace")
@@ -46,7 +238,7 @@ Rows = Sequence[Mapping[str, Any]]
 # ---------------------------------------------------------------- configuration
 
 
-def field_changes(a: DiffSide, b: DiffSide, pairs: Sequence[StagePair]) -> list[Row]:
+def field_changes(a: _DiffSide, b: _DiffSide, pairs: Sequence[_StagePair]) -> list[Row]:
     """Fields that differ, identity first, with the stages that each changes."""
     found = []
     for path, info, (one, other) in field_values([a.config, b.config]):
@@ -61,7 +253,7 @@ def field_changes(a: DiffSide, b: DiffSide, pairs: Sequence[StagePair]) -> list[
     return sorted(found, key=lambda change: change["mark"] != "identity")
 
 
-def _has_field(pair: StagePair, path: str) -> bool:
+def _has_field(pair: _StagePair, path: str) -> bool:
     """True if the stage's own identity has the field; without a record, if its kind has it."""
     specs = [half.spec for half in (pair.a, pair.b) if half is not None and half.spec is not None]
     if specs:
@@ -73,7 +265,7 @@ def _has_field(pair: StagePair, path: str) -> bool:
 # ---------------------------------------------------------------- stages
 
 
-def stage_change(pair: StagePair) -> Row:
+def stage_change(pair: _StagePair) -> Row:
     """Relation of a pair of stages: ``same`` (one stage), ``alike`` (one fingerprint, another
     execution), ``different``, ``only a``, ``only b``; ``because`` has the differences, and
     ``outputs`` the output files that are not bitwise the same (None unless both are done)."""
@@ -91,7 +283,7 @@ def stage_change(pair: StagePair) -> Row:
     return {**ids, "relation": relation, "because": because, "outputs": outputs}
 
 
-def _because(a: StageSide, b: StageSide) -> Iterator[str]:
+def _because(a: _StageSide, b: _StageSide) -> Iterator[str]:
     """Differences of two specifications, by name."""
     one, other = a.spec, b.spec
     if one is None or other is None:
@@ -115,27 +307,21 @@ def shortened(value: Any, limit: int) -> str:
 # ---------------------------------------------------------------- sources, environment
 
 
-def source_changes(pairs: Iterable[StagePair]) -> list[Row]:
-    """Digests (of rows, weights, rubric sets, the judge's prompts) that differ, once each, with
-    their stages."""
-    return _changes((name, a.sources, b.sources) for name, a, b in both_of(pairs))
-
-
-def environment_changes(pairs: Iterable[StagePair]) -> list[Row]:
-    """Differing versions, machines and devices of the workers."""
-    return _changes((name, _environment(a), _environment(b)) for name, a, b in both_of(pairs))
-
-
-def _environment(half: StageSide) -> Mapping[str, Any]:
+def _environment(half: _StageSide) -> Mapping[str, Any]:
+    """Versions, machine and devices of a worker."""
     provenance, host = half.provenance, half.provenance.get("host") or {}
     said = {"Python": provenance.get("python"), "host": host.get("name")}
     said |= {"processor": host.get("cpu"), "GPUs": host.get("gpus")}
     return {**(provenance.get("versions") or {}), **said} if provenance else {}
 
 
-def _changes(facts: Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> list[Row]:
+def _changes(
+    pairs: Iterable[_StagePair], facts: Callable[[_StageSide], Mapping[str, Any]]
+) -> list[Row]:
+    """Facts that differ, once each, with their stages."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for name, one, other in facts:
+    for name, a, b in both_of(pairs):
+        one, other = facts(a), facts(b)
         for what, (x, y) in differing(one, other).items() if one and other else ():
             row = found.setdefault((what, str(x), str(y)), {"what": what, "a": x, "b": y})
             row["stages"] = (*row.get("stages", ()), name)
@@ -145,7 +331,7 @@ def _changes(facts: Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) 
 # ---------------------------------------------------------------- code
 
 
-def code_change(a: DiffSide, b: DiffSide, pairs: Sequence[StagePair]) -> Row | None:
+def code_change(a: _DiffSide, b: _DiffSide, pairs: Sequence[_StagePair]) -> Row | None:
     """Code of both runs; for single stages that of their workers. None if it is the same or
     unknown.
     ``files`` is None if one of the snapshots is gone."""
@@ -159,7 +345,7 @@ def code_change(a: DiffSide, b: DiffSide, pairs: Sequence[StagePair]) -> Row | N
     return {"a": one, "b": other, "files": files, "folders": list(map(str, folders))}
 
 
-def _code(side: DiffSide, halves: Sequence[StageSide | None]) -> str:
+def _code(side: _DiffSide, halves: Sequence[_StageSide | None]) -> str:
     if side.single and halves[0] is not None and (worked := halves[0].provenance.get("code")):
         return str(worked)
     return side.run.code if side.run is not None else ""
@@ -174,7 +360,7 @@ def _texts(folder: Path) -> dict[str, bytes]:
 FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.parquet")
 
 
-def row_changes(pairs: Iterable[StagePair]) -> Iterator[Row]:
+def row_changes(pairs: Iterable[_StagePair]) -> Iterator[Row]:
     """Prepared rows that differ, over all `data` stages. Rows are identified by ``sample_id`` and
     compared by a hash of all their columns: large sets are read in batches, not held in memory.
 
@@ -226,7 +412,7 @@ _CUT = 160
 _OF_NUMBER = ("value", "low", "high", "n")
 
 
-def divergences(pairs: Iterable[StagePair]) -> Iterator[Row]:
+def divergences(pairs: Iterable[_StagePair]) -> Iterator[Row]:
     """Each pair of training stages with logs on both sides. Rollouts of a step are sampled before
     its metrics are logged, so a differing rollout comes first. Measurements (times, speed, the
     judge's server) are ignored.
@@ -240,7 +426,7 @@ def divergences(pairs: Iterable[StagePair]) -> Iterator[Row]:
             yield _divergence(stage, one, other)
 
 
-def _steps(half: StageSide) -> dict[int, tuple[dict[str, Any], Path | None]]:
+def _steps(half: _StageSide) -> dict[int, tuple[dict[str, Any], Path | None]]:
     """Metrics of each training step, where later lines replace earlier ones, and its rollouts."""
     if (paths := half.paths) is None:
         return {}
@@ -294,7 +480,7 @@ def _first_rollout(a: Path | None, b: Path | None) -> Row | None:
 # ---------------------------------------------------------------- evaluations
 
 
-def number_changes(pairs: Iterable[StagePair]) -> Iterator[Row]:
+def number_changes(pairs: Iterable[_StagePair]) -> Iterator[Row]:
     """Every metric of both sides.
 
     ``difference`` is second minus first, paired over prompts (of these two checkpoints); None if
@@ -316,18 +502,18 @@ def number_changes(pairs: Iterable[StagePair]) -> Iterator[Row]:
             }
 
 
-def _entries(half: StageSide) -> dict[tuple[str, str], Mapping[str, Any]]:
+def _entries(half: _StageSide) -> dict[tuple[str, str], Mapping[str, Any]]:
     entries = half.report.get("evaluations") or ()
     return {(str(e["decoding"]), str(e["metric"])): e for e in entries}
 
 
-def _protocol(half: StageSide, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _protocol(half: _StageSide, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a protocol, without the source of its prompts, which is no part of them."""
     found = (half.report.get("protocols") or {}).get(entry["protocol"]) or {}
     return dict(leaves("", {k: v for k, v in found.items() if k != "data"}))
 
 
-def _samples(*sides: tuple[StageSide, Mapping[str, Any]]) -> list[Rows]:
+def _samples(*sides: tuple[_StageSide, Mapping[str, Any]]) -> list[Rows]:
     """The samples behind two metrics; none if they are gone."""
     from refiner_core.evaluation.metrics import load_samples
 
@@ -395,7 +581,7 @@ def diff_runs(
     return diff_sides(find_side(ws, a), find_side(second, b))
 
 
-def diff_sides(a: DiffSide, b: DiffSide) -> Difference:
+def diff_sides(a: _DiffSide, b: _DiffSide) -> Difference:
     """Compare two sides; reads records and files, imports nothing heavy."""
     pairs = pairs_of(a, b)
     found: Difference = {
@@ -404,10 +590,11 @@ def diff_sides(a: DiffSide, b: DiffSide) -> Difference:
         "equal": None,
         "stages": [stage_change(pair) for pair in pairs],
         "fields": field_changes(a, b, pairs),
-        "sources": source_changes(pairs),
+        # Digests of rows, weights, rubric sets, the judge's prompts.
+        "sources": _changes(pairs, lambda half: half.sources),
         "rows": list(row_changes(pairs)),
         "code": code_change(a, b, pairs),
-        "environment": environment_changes(pairs),
+        "environment": _changes(pairs, _environment),
         "training": list(divergences(pairs)),
         "numbers": list(number_changes(pairs)),
     }

@@ -32,7 +32,7 @@ _DTYPES: Mapping[Kind, str] = {
 }
 
 
-class Column(NamedTuple):
+class _Column(NamedTuple):
     """One column: its type, its meaning, and its unit (empty for names and counts)."""
 
     kind: Kind
@@ -42,149 +42,153 @@ class Column(NamedTuple):
 
 #: Columns of several frames.
 _PROTOCOL = {
-    "protocol": Column("text", "fingerprint: only values under the same protocol are comparable"),
-    "protocol_name": Column("text", "name of the protocol"),
-    "decoding": Column("text", "greedy or sampled"),
+    "protocol": _Column("text", "fingerprint: only values under the same protocol are comparable"),
+    "protocol_name": _Column("text", "name of the protocol"),
+    "decoding": _Column("text", "greedy or sampled"),
 }
 _ANSWER = {
-    "sample_index": Column("whole", "place among the samples of its prompt, from 0"),
-    "response_text": Column("text", "the answer"),
-    "finish_reason": Column("text", "stop, or length if it was cut"),
-    "status": Column("text", "scored, malformed (0 by rule) or unscored (the judge failed)"),
+    "sample_index": _Column("whole", "place among the samples of its prompt, from 0"),
+    "response_text": _Column("text", "the answer"),
+    "finish_reason": _Column("text", "stop, or length if it was cut"),
+    "status": _Column("text", "scored, malformed (0 by rule) or unscored (the judge failed)"),
 }
 _ENDS = {
-    "low": Column("number", "lower end of its 95 % interval"),
-    "high": Column("number", "upper end of its 95 % interval"),
+    "low": _Column("number", "lower end of its 95 % interval"),
+    "high": _Column("number", "upper end of its 95 % interval"),
 }
 #: The columns of each frame that are always there, in order.
-TABLES: Mapping[str, Mapping[str, Column]] = {
+TABLES: Mapping[str, Mapping[str, _Column]] = {
     "runs": {
-        "run": Column("text", "id of the run"),
-        "recipe": Column("text", "name of the recipe"),
-        "started": Column("time", "time of the call", "UTC"),
-        "state": Column(
+        "run": _Column("text", "id of the run"),
+        "recipe": _Column("text", "name of the recipe"),
+        "started": _Column("time", "time of the call", "UTC"),
+        "state": _Column(
             "text", "running, waiting, done, failed, blocked, cancelled, interrupted, not begun"
         ),
-        "stages_done": Column("whole", "finished stages"),
-        "stages": Column("whole", "all stages"),
-        "overrides": Column("list", "overrides of the recipe"),
-        "model": Column("text", "the last evaluated model; metrics are its"),
-        "seconds": Column("number", "running time of all attempts at its stages", "seconds"),
-        "gpu_hours": Column("number", "GPUs of all nodes times time", "GPU hours"),
-        "cpu_hours": Column("number", "cores of all nodes times time", "core hours"),
-        "judge_calls": Column("whole", "judge calls; missing if not counted"),
-        "sweep": Column("text", "SWEEP:ARM/seedN of a trial"),
-        "note": Column("text", "note of the run"),
-        "tags": Column("list", "tags of the run"),
+        "stages_done": _Column("whole", "finished stages"),
+        "stages": _Column("whole", "all stages"),
+        "overrides": _Column("list", "overrides of the recipe"),
+        "model": _Column("text", "the last evaluated model; metrics are its"),
+        "seconds": _Column("number", "running time of all attempts at its stages", "seconds"),
+        "gpu_hours": _Column("number", "GPUs of all nodes times time", "GPU hours"),
+        "cpu_hours": _Column("number", "cores of all nodes times time", "core hours"),
+        "judge_calls": _Column("whole", "judge calls; missing if not counted"),
+        "sweep": _Column("text", "SWEEP:ARM/seedN of a trial"),
+        "note": _Column("text", "note of the run"),
+        "tags": _Column("list", "tags of the run"),
     },
     "stages": {
-        "name": Column("text", "name in the run, such as evaluate-sft"),
-        "kind": Column("text", "kind of stage, such as evaluate"),
-        "id": Column("text", "id in the workspace; runs that share a stage share it"),
-        "state": Column("text", "as in refiner status: done, running, waiting, failed, …"),
-        "reason": Column("text", "why it waits, or how its last attempt ended"),
-        "attempt": Column("whole", "number of the newest attempt; missing if there is none"),
-        "attempts": Column("whole", "number of attempts"),
-        "phase": Column("text", "last phase of the newest attempt"),
-        "step": Column("whole", "finished steps of that phase"),
-        "total": Column("whole", "all steps of that phase"),
-        "eta_s": Column("number", "time to the end of the phase, at the rate so far", "seconds"),
-        "seconds": Column("number", "duration of the newest attempt", "seconds"),
-        "gpus": Column("whole", "GPUs of all its nodes"),
-        "job_id": Column("text", "the scheduler's job, or the process"),
-        "node": Column("text", "node of the newest attempt"),
-        "started_at": Column("time", "start of the first attempt", "UTC"),
-        "ended_at": Column("time", "end of the newest attempt; missing while it is running", "UTC"),
-        "last_failure": Column("text", "failure of the newest failed attempt"),
+        "name": _Column("text", "name in the run, such as evaluate-sft"),
+        "kind": _Column("text", "kind of stage, such as evaluate"),
+        "id": _Column("text", "id in the workspace; runs that share a stage share it"),
+        "state": _Column("text", "as in refiner status: done, running, waiting, failed, …"),
+        "reason": _Column("text", "why it waits, or how its last attempt ended"),
+        "attempt": _Column("whole", "number of the newest attempt; missing if there is none"),
+        "attempts": _Column("whole", "number of attempts"),
+        "phase": _Column("text", "last phase of the newest attempt"),
+        "step": _Column("whole", "finished steps of that phase"),
+        "total": _Column("whole", "all steps of that phase"),
+        "eta_s": _Column("number", "time to the end of the phase, at the rate so far", "seconds"),
+        "seconds": _Column("number", "duration of the newest attempt", "seconds"),
+        "gpus": _Column("whole", "GPUs of all its nodes"),
+        "job_id": _Column("text", "the scheduler's job, or the process"),
+        "node": _Column("text", "node of the newest attempt"),
+        "started_at": _Column("time", "start of the first attempt", "UTC"),
+        "ended_at": _Column(
+            "time", "end of the newest attempt; missing while it is running", "UTC"
+        ),
+        "last_failure": _Column("text", "failure of the newest failed attempt"),
     },
-    "metrics": {"step": Column("whole", "training step, from 1")},
+    "metrics": {"step": _Column("whole", "training step, from 1")},
     "rollouts": {
-        "step": Column("whole", "training step that it was sampled for"),
-        "sample_id": Column("text", "the prompt's id in the data stage's rl_train.parquet"),
-        "prompt_index": Column("whole", "the prompt's row there"),
+        "step": _Column("whole", "training step that it was sampled for"),
+        "sample_id": _Column("text", "the prompt's id in the data stage's rl_train.parquet"),
+        "prompt_index": _Column("whole", "the prompt's row there"),
         **_ANSWER,
-        "response_tokens": Column("whole", "length of the answer", "tokens"),
-        "reward": Column("number", "total reward; missing if it is unscored"),
-        "advantage": Column("number", "within its group; missing if it was not trained on"),
-        "judgements_scored": Column("whole", "judgements that gave a score"),
-        "judgements_failed": Column("whole", "judgements without a score"),
-        "judgements_mean": Column(
+        "response_tokens": _Column("whole", "length of the answer", "tokens"),
+        "reward": _Column("number", "total reward; missing if it is unscored"),
+        "advantage": _Column("number", "within its group; missing if it was not trained on"),
+        "judgements_scored": _Column("whole", "judgements that gave a score"),
+        "judgements_failed": _Column("whole", "judgements without a score"),
+        "judgements_mean": _Column(
             "number", "mean credit of rubric judgements: score, for faults 1 - score", "0 to 1"
         ),
     },
     "samples": {
-        "stage": Column("text", "name of the evaluate stage"),
-        "model": Column("text", "the model that answered: base, sft, rft, grpo, …, random_copier"),
+        "stage": _Column("text", "name of the evaluate stage"),
+        "model": _Column("text", "the model that answered: base, sft, rft, grpo, …, random_copier"),
         **_PROTOCOL,
-        "sample_id": Column("text", "the prompt's id in the data stage's rl_test.parquet"),
+        "sample_id": _Column("text", "the prompt's id in the data stage's rl_test.parquet"),
         **_ANSWER,
     },
     "evaluations": {
-        "stage": Column("text", "name of the evaluate stage"),
-        "model": Column("text", "the model that was measured; random_copier is the floor"),
+        "stage": _Column("text", "name of the evaluate stage"),
+        "model": _Column("text", "the model that was measured; random_copier is the floor"),
         **_PROTOCOL,
-        "metric": Column("text", "name of the metric"),
-        "value": Column("number", "the mean over prompts"),
+        "metric": _Column("text", "name of the metric"),
+        "value": _Column("number", "the mean over prompts"),
         **_ENDS,
-        "n": Column("whole", "number of prompts"),
-        "interval": Column("text", "method of the interval"),
-        "under": Column("text", "the protocol file, empty for the recipe's own"),
+        "n": _Column("whole", "number of prompts"),
+        "interval": _Column("text", "method of the interval"),
+        "under": _Column("text", "the protocol file, empty for the recipe's own"),
     },
     "incidents": {
-        "at": Column("time", "time, by the writer's clock", "UTC"),
-        "stage": Column("text", "name in the run"),
-        "attempt": Column("whole", "its number; 0 if none was running"),
-        "failure": Column("text", "failure class, such as preempted or disk_full"),
-        "text": Column("text", "one line for people"),
-        "lost_steps": Column("whole", "repeated steps; missing if unknown"),
-        "lost_seconds": Column("number", "repeated device time", "device seconds"),
-        "resolved": Column("yes_no", "another attempt has continued, or the stage is done"),
+        "at": _Column("time", "time, by the writer's clock", "UTC"),
+        "stage": _Column("text", "name in the run"),
+        "attempt": _Column("whole", "its number; 0 if none was running"),
+        "failure": _Column("text", "failure class, such as preempted or disk_full"),
+        "text": _Column("text", "one line for people"),
+        "lost_steps": _Column("whole", "repeated steps; missing if unknown"),
+        "lost_seconds": _Column("number", "repeated device time", "device seconds"),
+        "resolved": _Column("yes_no", "another attempt has continued, or the stage is done"),
     },
     "trials": {
-        "arm": Column("text", "name of the arm"),
-        "seed": Column("whole", "seed of the trial"),
-        "baseline": Column("yes_no", "the other arms are compared with this one"),
-        "run": Column("text", "its run; missing before it has begun"),
-        "state": Column("text", "waiting, running, done, failed, interrupted or held"),
-        "reason": Column("text", "reason of the state, if there is one"),
-        "stage": Column("text", "the running stage"),
-        "step": Column("whole", "finished steps of that stage"),
-        "total": Column("whole", "all steps of that stage"),
-        "eta_s": Column("number", "time to its end, at the rate so far", "seconds"),
-        "stages_done": Column("whole", "finished stages"),
-        "stages": Column("whole", "all stages"),
-        "seconds": Column(
+        "arm": _Column("text", "name of the arm"),
+        "seed": _Column("whole", "seed of the trial"),
+        "baseline": _Column("yes_no", "the other arms are compared with this one"),
+        "run": _Column("text", "its run; missing before it has begun"),
+        "state": _Column("text", "waiting, running, done, failed, interrupted or held"),
+        "reason": _Column("text", "reason of the state, if there is one"),
+        "stage": _Column("text", "the running stage"),
+        "step": _Column("whole", "finished steps of that stage"),
+        "total": _Column("whole", "all steps of that stage"),
+        "eta_s": _Column("number", "time to its end, at the rate so far", "seconds"),
+        "stages_done": _Column("whole", "finished stages"),
+        "stages": _Column("whole", "all stages"),
+        "seconds": _Column(
             "number", "duration of its own stages (shared ones: first trial)", "seconds"
         ),
-        "gpu_hours": Column("number", "GPUs of all nodes times time", "GPU hours"),
-        "cpu_hours": Column("number", "cores of all nodes times time", "core hours"),
-        "queue_seconds": Column("number", "time in the scheduler's queue", "seconds"),
-        "lost_seconds": Column("number", "repeated work", "seconds"),
-        "lost_steps": Column("whole", "repeated steps"),
-        "attempts": Column("whole", "attempts at its own stages"),
-        "incidents": Column("whole", "attempts that ended before their work was done"),
-        "judge_calls": Column("whole", "judge calls; missing if not counted"),
+        "gpu_hours": _Column("number", "GPUs of all nodes times time", "GPU hours"),
+        "cpu_hours": _Column("number", "cores of all nodes times time", "core hours"),
+        "queue_seconds": _Column("number", "time in the scheduler's queue", "seconds"),
+        "lost_seconds": _Column("number", "repeated work", "seconds"),
+        "lost_steps": _Column("whole", "repeated steps"),
+        "attempts": _Column("whole", "attempts at its own stages"),
+        "incidents": _Column("whole", "attempts that ended before their work was done"),
+        "judge_calls": _Column("whole", "judge calls; missing if not counted"),
     },
     "comparisons": {
-        "model": Column("text", "the model that was measured"),
+        "model": _Column("text", "the model that was measured"),
         **_PROTOCOL,
-        "metric": Column("text", "name of the metric"),
-        "primary": Column("yes_no", "the metric of the sweep's question"),
-        "higher_is_better": Column("yes_no", "missing if neither is, as for a length"),
-        "arm": Column("text", "name of the arm"),
-        "baseline": Column("yes_no", "the other arms are compared with this one"),
-        "value": Column("number", "mean over seeds and prompts"),
+        "metric": _Column("text", "name of the metric"),
+        "primary": _Column("yes_no", "the metric of the sweep's question"),
+        "higher_is_better": _Column("yes_no", "missing if neither is, as for a length"),
+        "arm": _Column("text", "name of the arm"),
+        "baseline": _Column("yes_no", "the other arms are compared with this one"),
+        "value": _Column("number", "mean over seeds and prompts"),
         **_ENDS,
-        "difference": Column("number", "arm minus baseline, paired over seeds and prompts"),
+        "difference": _Column("number", "arm minus baseline, paired over seeds and prompts"),
         **{f"difference_{end}": column for end, column in _ENDS.items()},
-        "p": Column("number", "two-sided p-value of the difference"),
-        "p_adjusted": Column("number", "adjusted over all arms of this metric (Holm)"),
-        "n": Column("whole", "prompts used"),
-        "excluded": Column("whole", "prompts not used"),
-        "seeds": Column("whole", "seeds used"),
-        "verdict": Column("text", "better, worse, not clear, judge moved, not comparable, missing"),
-        "interval": Column("text", "method of the interval"),
-        "note": Column("text", "reason why a value is missing or unreliable"),
+        "p": _Column("number", "two-sided p-value of the difference"),
+        "p_adjusted": _Column("number", "adjusted over all arms of this metric (Holm)"),
+        "n": _Column("whole", "prompts used"),
+        "excluded": _Column("whole", "prompts not used"),
+        "seeds": _Column("whole", "seeds used"),
+        "verdict": _Column(
+            "text", "better, worse, not clear, judge moved, not comparable, missing"
+        ),
+        "interval": _Column("text", "method of the interval"),
+        "note": _Column("text", "reason why a value is missing or unreliable"),
     },
 }
 
@@ -235,7 +239,7 @@ def make_frame(
     return typed(table, {c: [row.get(c) for row in found] for c in (*table, *more)})
 
 
-def typed(table: Mapping[str, Column], columns: Mapping[str, Any]) -> pd.DataFrame:
+def typed(table: Mapping[str, _Column], columns: Mapping[str, Any]) -> pd.DataFrame:
     """A frame of whole columns (lists or arrays), with the types of the table."""
     import pandas as pd
 
@@ -246,7 +250,7 @@ def typed(table: Mapping[str, Column], columns: Mapping[str, Any]) -> pd.DataFra
     return pd.DataFrame(made)
 
 
-def typed_arrow(table: Mapping[str, Column], parts: Sequence[Any], empty: Iterable[str]) -> Any:
+def typed_arrow(table: Mapping[str, _Column], parts: Sequence[Any], empty: Iterable[str]) -> Any:
     """A frame of concatenated Arrow tables; without any, with the columns ``empty``."""
     import pyarrow as pa
 

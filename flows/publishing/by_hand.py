@@ -22,7 +22,7 @@ from flows.running.calls import (
     record_run,
     with_space,
 )
-from flows.running.status import find_run, newest_runs
+from flows.running.status import newest_runs, required_run
 from infra.jobs.dispatch import make_router
 from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace
@@ -202,8 +202,7 @@ def publish_checkpoints(
 def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
     """The run with that id, else the newest run that trains."""
     if run_id is not None:
-        run = find_run(workspace, run_id)
-        assert run is not None, "an unknown id is refused"
+        run = required_run(workspace, run_id, "a run with a model")
         trained = run.provenance.get("publishes")  # itself a publication by hand, of that run
         return workspace.read_run(str(trained)) if trained else run
     recorded = workspace.runs(newest_first=True)

@@ -24,6 +24,7 @@ from flows.publishing.lineage import (
     runs_of,
     weights_of,
 )
+from flows.stored import recorded_field
 from infra.store.provenance import read_certificates, read_proof
 from infra.store.workspace import Workspace
 from infra.tracking import tracked_address
@@ -32,7 +33,7 @@ from refiner_core.cards.public import public_certificate, public_proof
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.kinds import model_order
-from refiner_core.contract.marks import walk
+from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.protocols import protocol_name, without_protocol
 from refiner_core.contract.records import RunRecord
 from refiner_core.evaluation.metrics import higher_is_better
@@ -303,16 +304,9 @@ def _worker(workspace: Workspace, made: Lineage) -> Mapping[str, Any]:
 def _recorded_fields(workspace: Workspace, made: Lineage) -> tuple[str, ...] | None:
     """Fields of the training's configuration, if they differ from today's."""
     recorded = workspace.part(workspace.layout.attempt(made.trained, made.last_attempt), "config")
-    known = tuple(p for p, _ in walk(RecipeConfig) if _has(recorded, p))
+    paths = (path for path, _ in walk(RecipeConfig))
+    known = tuple(p for p in paths if recorded_field(recorded, p, ABSENT) is not ABSENT)
     return None if len(known) == len(walk(RecipeConfig)) or not known else known
-
-
-def _has(values: Any, path: str) -> bool:
-    for part in path.split("."):
-        if not isinstance(values, Mapping) or part not in values:
-            return False
-        values = values[part]
-    return True
 
 
 def _tracking(workspace: Workspace, made: Lineage) -> dict[str, str]:

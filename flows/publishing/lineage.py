@@ -231,30 +231,24 @@ def inputs_of(workspace: Workspace, stage_id: str) -> dict[str, str]:
 
 def _until_done(record: StageRecord) -> tuple[Attempt, ...]:
     """The attempts that led to a result, the last one by its result."""
-    result = record.result
-    if result is None:
+    if (result := record.result) is None:
         return record.attempts
-    return tuple(
-        _ended(a, result.seconds, result.finished_at) if a.number == result.attempt else a
-        for a in record.attempts
-        if a.number <= result.attempt
-    )
+    return _until(record, result.attempt, result.seconds, result.finished_at)
 
 
 def _until_checkpoint(record: StageRecord, export: Mapping[str, Any]) -> tuple[Attempt, ...]:
     """The attempts that led to a checkpoint, up to that checkpoint."""
-    last, elapsed_s = export.get("attempt"), export.get("elapsed_s")
-    if last is None:  # of a version without this record
+    if (last := export.get("attempt")) is None:  # of a version without this record
         return tuple(a for a in record.attempts if a.outcome is not None)
-    return tuple(
-        _ended(a, elapsed_s, None) if a.number == last else a
-        for a in record.attempts
-        if a.number <= last
-    )
+    return _until(record, last, export.get("elapsed_s"), None)
 
 
-def _ended(attempt: Attempt, seconds: float | None, ended_at: str | None) -> Attempt:
-    return replace(attempt, outcome=None, seconds=seconds, ended_at=ended_at)
+def _until(
+    record: StageRecord, last: int, seconds: float | None, ended_at: str | None
+) -> tuple[Attempt, ...]:
+    end: dict[str, Any] = {"outcome": None, "seconds": seconds, "ended_at": ended_at}
+    until = (a for a in record.attempts if a.number <= last)
+    return tuple(replace(a, **end) if a.number == last else a for a in until)
 
 
 # ---------------------------------------------------------------- the calls

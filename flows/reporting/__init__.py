@@ -1,4 +1,4 @@
-"""Reports of sweeps: gathered from records, compared, and written as page, Markdown and tables.
+"""Reports of sweeps and runs: gathered from records, compared, and written as files.
 
-records ──> gather ──> Evidence ──> refiner_core.report ──> SweepReport ──> writing
+records ──> Evidence ──> refiner_core.report ──> SweepReport ──> files
 """

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 from flows.diffing.run_diff import shortened
-from flows.reporting.gather import evidence_of
 from flows.reporting.run.report import masked_overrides, shown_setting
-from flows.reporting.writing import RELOAD_S, WrittenReport, files_of, write_files
+from flows.reporting.writing import RELOAD_S, WrittenReport, evidence_of, files_of, write_files
 from flows.running.status import required_run
 from flows.runs.run_table import label_of, row_of
 from flows.stored import field_values, recorded_field
@@ -83,8 +81,7 @@ def compare_runs(runs: Sequence[str], workspace: str | Path = RecipeConfig.works
     standings = list(_standings(ws, [(t, by_run[run]) for run, t in trials.items()]))
     report = make_report(evidence_of(ws, sweep, lambda: standings))
     works = any(standing.state in ("running", "waiting") for standing in standings)
-    values = {field.name: getattr(report, field.name) for field in fields(report)}
-    values |= {"title": counted(len(found), "run") + " compared"}
+    values = {**vars(report), "title": counted(len(found), "run") + " compared"}
     values |= {"state": "running"} if works else {}
     values |= {"warnings": (*report.warnings, *warnings), "settings": settings}
     rows = (_run_row(ws, by_run[s.run], s) for s in standings)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from flows.rescoring.reading import RolloutSelection, SampledPolicy, read_policies
-from flows.running.status import find_run
+from flows.running.status import required_run
 from flows.stages.judging import stored
 from infra.host.secrets import mask_keys_of
 from infra.store.workspace import Workspace
@@ -37,10 +37,10 @@ from refiner_core.contract.types import Judgement, JudgeRequest
 from refiner_core.judge_report.material import is_batched
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.judges.calls import ChatCall, plan_calls
-from refiner_core.rescoring.compare import common_prompts
 from refiner_core.rescoring.rollouts import (
     Metric,
     Question,
+    common_prompts,
     items_of,
     judge_identity,
     questions_of,
@@ -358,14 +358,10 @@ def plan_rescoring(
     ws = Workspace.read_only(workspace)
     # A publication by hand is a run as well, but has no rollouts.
     trains = "" if part is not None and part.source != "rollouts" else "grpo"
-    found = [find_run(ws, name) for name in runs] or [find_run(ws, stage=trains)]
-    wanted = tuple({run.run: run for run in found if run is not None}.values())
-    if not wanted:
-        raise ConfigurationError(
-            f"{ws.root} has no runs.",
-            expected="a workspace in which something was trained",
-            fix="name another one with workspace=DIR",
-        )
+    what = "a workspace in which something was trained"
+    names: Sequence[str | None] = runs or [None]
+    found = [required_run(ws, name, what, stage=trains) for name in names]
+    wanted = tuple({run.run: run for run in found}.values())
     part = replace(
         part or RolloutSelection(), steps=steps or ("all" if len(wanted) == 1 else LAST_STEPS)
     )

@@ -124,7 +124,7 @@ def find_run(
 
 
 def required_run(
-    workspace: Workspace, wanted: str | None, what: str, *, or_begin: bool = True
+    workspace: Workspace, wanted: str | None, what: str, *, stage: str = "", or_begin: bool = True
 ) -> RunRecord:
     """As :func:`find_run`, but a run is required; ``what`` describes it in the error.
 
@@ -133,7 +133,7 @@ def required_run(
     ConfigurationError
         There is none.
     """
-    run = find_run(workspace, wanted)
+    run = find_run(workspace, wanted, stage=stage)
     if run is None:
         raise ConfigurationError(
             f"No run is recorded in {workspace.root}.",

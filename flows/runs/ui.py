@@ -45,9 +45,9 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.records import RunRecord
-from refiner_core.report.charts import Series, chart
+from refiner_core.report.drawing import Series, chart
 from refiner_core.report.printing import hours, label
-from refiner_core.report.runs.rendering import RunsPage, page
+from refiner_core.report.runs.rendering import page
 
 #: Curves that are shown first.
 _CURVES = ("scores", "rewards/mean", "reward", "loss/train_avg", "loss")
@@ -73,7 +73,7 @@ def write_page(workspace: str | Path, folder: Path) -> Path:
         return report.as_uri() if report.exists() else ""
 
     path = folder / "index.html"
-    atomic.write_text(path, page(_page(ws, link, live=False)))
+    atomic.write_text(path, _page(ws, link, live=False))
     return path
 
 
@@ -95,7 +95,7 @@ def app(workspace: str | Path, key: str) -> Starlette:
             answer = RedirectResponse("/", 303)
             answer.set_cookie(_COOKIE, key, httponly=True, samesite="strict")
             return answer
-        return _refused(request) or HTMLResponse(page(_page(ws, _link, live=True)))
+        return _refused(request) or HTMLResponse(_page(ws, _link, live=True))
 
     def rows(request: Request) -> Response:
         where = request.query_params.get("where", "")
@@ -203,7 +203,7 @@ def _samples(
 # ---------------------------------------------------------------- content
 
 
-def _page(workspace: Workspace, link: Any, *, live: bool) -> RunsPage:
+def _page(workspace: Workspace, link: Any, *, live: bool) -> str:
     listed = list_rows(workspace.root)
     first = main_metric(listed)
     names = dict.fromkeys([first] * bool(first))
@@ -214,7 +214,8 @@ def _page(workspace: Workspace, link: Any, *, live: bool) -> RunsPage:
         prefect = "" if info is None else info.url
     rows = _values(listed, link)
     others = [*_sweeps(workspace, link), *_nights(workspace, link)]
-    return RunsPage(str(workspace.root), now_text(), rows, others, list(names), live, prefect)
+    where = (str(workspace.root), now_text())
+    return page(*where, rows, others, list(names), live=live, prefect=prefect)
 
 
 def _rows(workspace: Workspace, link: Any, where: str) -> list[dict[str, Any]]:

@@ -21,12 +21,13 @@ from flows.stored import (
     HELD_OUT,
     TRAINED_ON,
     attempts_of,
+    newest_metrics,
     part_of_file,
     prompts_of,
     sample_address,
 )
 from infra.store.checkpoints import step_name
-from infra.store.traces import read_metrics, read_rollouts
+from infra.store.traces import read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -45,8 +46,8 @@ _INTERVAL = re.compile(r"\[[^\]]*\]")
 _REWARD = "scores"
 
 
-class Query(NamedTuple):
-    """Query for a number: its printed form, and names of it."""
+class _Query(NamedTuple):
+    """_Query for a number: its printed form, and names of it."""
 
     number: str = ""
     names: tuple[str, ...] = ()
@@ -97,7 +98,7 @@ class RecordedNumber:
         return [word for word in words if word]
 
 
-def parse_query(words: Sequence[str]) -> Query:
+def parse_query(words: Sequence[str]) -> _Query:
     """Query from words; an interval copied with its number is ignored.
 
     Raises
@@ -115,11 +116,11 @@ def parse_query(words: Sequence[str]) -> Query:
             "greedy`, `scores step5`",
             fix="ask for one number at a time",
         )
-    return Query("".join(numbers), names)
+    return _Query("".join(numbers), names)
 
 
 def figures_of_stages(
-    query: Query, workspace: Workspace, stage_ids: Iterable[str]
+    query: _Query, workspace: Workspace, stage_ids: Iterable[str]
 ) -> list[RecordedNumber]:
     """Matching values of some stages, each once; unless a protocol file is named, the recipe's own
     protocol comes first."""
@@ -151,15 +152,15 @@ def _figures(workspace: Workspace, stage_id: str, names: Sequence[str]) -> Itera
                 record=f"stages/{stage_id}/result.json#report.{part}.{position}",
                 stage_id=stage_id,
             )
-    logs = (paths.metrics for paths in attempts_of(workspace, stage_id).values())
-    path = next((p for p in logs if p.exists()), None) if record.spec.kind in TRAINED else None
-    for line in read_metrics(path) if path else ():
+    for line in newest_metrics(workspace, stage_id) if record.spec.kind in TRAINED else ():
         for name in {*names, _REWARD} & line.metrics.keys():
             if (value := line.metrics[name]) is not None:
-                figure = RecordedNumber("training", record.spec.name, name, value, step=line.step)
-                yield RecordedNumber(
-                    **vars(figure) | {"entry": {"value": value}, "stage_id": stage_id}
-                )
+                more: dict[str, Any] = {
+                    "step": line.step,
+                    "entry": {"value": value},
+                    "stage_id": stage_id,
+                }
+                yield RecordedNumber("training", record.spec.name, name, value, **more)
 
 
 def find_numbers(
@@ -195,7 +196,7 @@ def find_numbers(
     for ids in (newest, stage_ids):
         if found := figures_of_stages(query, ws, ids):
             return found
-    others = figures_of_stages(Query(), ws, stage_ids)
+    others = figures_of_stages(_Query(), ws, stage_ids)
     there = list(dict.fromkeys(word for figure in others for word in figure.words[:3]))
     unknown = next((name for name in query.names if name not in there), "")
     expected = f"a number as it is printed, or names of one: {', '.join(there[:12]) or 'none here'}"

@@ -33,7 +33,7 @@ from refiner_core.cards.public import (
     public_tree,
 )
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.errors import DataError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.records import OutputFile, to_json
@@ -103,7 +103,7 @@ def facts_from_json(data: Mapping[str, Any]) -> CardFacts:
     Raises
     ------
     DataError
-        The data are not facts, or of a newer version.
+        The data are of a newer version.
     """
     unknown = sorted({*data} - {f.name for f in dataclasses.fields(CardFacts)})
     if unknown:
@@ -112,12 +112,9 @@ def facts_from_json(data: Mapping[str, Any]) -> CardFacts:
     values: dict[str, Any] = {
         key: tuple(v) if isinstance(v, list) else v for key, v in data.items()
     }
-    try:
-        values["config"] = _config(data["config"])
-        values["attempts"] = tuple(AttemptNote(**note) for note in data.get("attempts", ()))
-        return CardFacts(**values)
-    except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
-        raise _unfit(f"is incomplete or damaged ({error})") from error
+    values["config"] = _config(data["config"])
+    values["attempts"] = tuple(AttemptNote(**note) for note in data.get("attempts", ()))
+    return CardFacts(**values)
 
 
 def _config(values: Mapping[str, Any]) -> RecipeConfig:
@@ -183,7 +180,7 @@ def load_evidence(text: str) -> CardEvidence:
         )
     except DataError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _unfit(f"is incomplete or damaged ({error})") from error
 
 

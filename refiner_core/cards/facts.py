@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -118,10 +119,10 @@ class CardFacts:
         was not resumed: ``failure``, ``step`` (the last finished one), ``ended_at``.
     proof
         The last result of `refiner prove-resume` for the stage that trained the model (see
-        :mod:`refiner_core.cards.sentences`); empty if there is none.
+        :mod:`refiner_core.cards.build`); empty if there is none.
     certificate
         The result of `refiner certify` for the kind of machine that trained the model (see
-        :func:`refiner_core.cards.sentences.public_certificate`); empty if there is none.
+        :func:`refiner_core.cards.build.public_certificate`); empty if there is none.
     versions
         Versions of the kinds of the stages behind it, by name, for kinds whose behaviour has
         changed since (:data:`refiner_core.contract.planned.STAGE_CHANGES`).
@@ -163,26 +164,13 @@ class CardFacts:
     records: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        places: dict[tuple[str, ...], int] = {}
-        kept: list[Mapping[str, Any]] = []
-        moved: dict[str, str] = {}
-        for position, entry in enumerate(self.evaluations):
-            key = _identity_of(entry)
-            place = places.setdefault(key, len(kept))
-            if place == len(kept):
-                kept.append(entry)
-            first = kept[place]  # results of several models repeat the same reference
-            if (repr(first.get("value")), first["n"]) != (repr(entry.get("value")), entry["n"]):
-                raise DataError(
-                    f"Two evaluations claim to be {' / '.join(key)}",
-                    expected="one number per model, protocol, decoding and metric",
-                    fix="give each evaluation of a model its own name, or leave one of them out",
-                )
-            moved.setdefault(f"evaluations.{place}", f"evaluations.{position}")
-        records = {k: v for k, v in self.records.items() if not k.startswith("evaluations.")}
-        records |= {new: self.records[old] for new, old in moved.items() if old in self.records}
-        object.__setattr__(self, "evaluations", tuple(kept))
-        object.__setattr__(self, "records", records)
+        names = Counter(map(_identity_of, self.evaluations))
+        for name in (name for name, count in names.items() if count > 1):
+            raise DataError(
+                f"Two evaluations claim to be {' / '.join(name)}",
+                expected="one number per model, protocol, decoding and metric",
+                fix="give each evaluation of a model its own name, or leave one of them out",
+            )
 
     def fact(self, path: str) -> Any:
         """The fact at a dotted path (``reports.data.rl.kept``); None if there is none."""

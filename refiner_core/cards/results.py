@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 from refiner_core.cards.facts import MISSING, CardFacts, finite, number
 from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.evaluation.metric_names import FAILURE, FAILURE_WORDS, FIRST, base_of, domain_of
-from refiner_core.evaluation.metrics import FAILURE_METRICS, higher_is_better, of_tasks
+from refiner_core.evaluation.metrics import (
+    FAILURE_METRICS,
+    higher_is_better,
+    main_metrics,
+    of_tasks,
+)
 
 #: Metrics of attempts over all domains together.
 _OF_ATTEMPTS = ("reward", "partial", "turns", "length_tokens", "repairs", "tool_errors")
@@ -130,16 +135,9 @@ def about_tasks(entries: Sequence[ResultEntry]) -> bool:
     return any(of_tasks(e.metric) for e in entries)
 
 
-def _of_all_attempts(entries: Sequence[ResultEntry]) -> tuple[str, ...]:
-    """The few metrics that represent an agent, by the number of attempts per task."""
-    found = (re.fullmatch(r"pass@(\d+)", e.metric) for e in entries)
-    most = max((int(match[1]) for match in found if match), default=1)
-    return (FIRST, "pass@1", f"pass@{most}", f"pass^{most}") if most > 1 else ("pass@1",)
-
-
 def shown_metrics(entries: Sequence[ResultEntry]) -> list[str]:
     """Rows of the table of numbers, in order: metrics of tasks, overall and then by domain."""
-    found, main = dict.fromkeys(e.metric for e in entries), _of_all_attempts(entries)
+    found, main = dict.fromkeys(e.metric for e in entries), main_of_tasks(entries)
     return [
         metric
         for metric in found
@@ -154,10 +152,9 @@ def shown_metrics(entries: Sequence[ResultEntry]) -> list[str]:
     ]
 
 
-def main_metrics(entries: Sequence[ResultEntry]) -> list[str]:
+def main_of_tasks(entries: Sequence[ResultEntry]) -> list[str]:
     """The few metrics that represent an agent in a small table."""
-    found = {e.metric for e in entries}
-    return [name for name in dict.fromkeys(_of_all_attempts(entries)) if name in found]
+    return [metric for metric in main_metrics(e.metric for e in entries) if of_tasks(metric)]
 
 
 def _failures(facts: CardFacts, entries: list[ResultEntry], models: list[str]) -> Table:
@@ -229,7 +226,7 @@ def progression_tables(facts: CardFacts) -> list[Table]:
     tables = []
     for group in by_protocol(facts).values():
         steps = {e.model: s for e in group if (s := step_of(e.model, facts)) is not None}
-        followed = main_metrics(group) if about_tasks(group) else PROGRESSION
+        followed = main_of_tasks(group) if about_tasks(group) else PROGRESSION
         entries = [e for e in group if e.model in steps and e.metric in followed]
         if len(steps) < 2 or not entries:
             continue
@@ -345,7 +342,7 @@ def model_index(facts: CardFacts) -> list[dict[str, Any]]:
     for (protocol, _), group in by_protocol(facts).items():
         own = [e for e in group if e.model == facts.own]
         if facts.is_agent:
-            told = main_metrics(own)
+            told = main_of_tasks(own)
             own = [e for e in own if e.metric in told]
         metrics = [_index_metric(e) for e in own if e.value is not None]
         if metrics:

@@ -207,6 +207,13 @@ def to_json(value: Any) -> Any:
     return value
 
 
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Nested JSON values, with a function applied to all that are neither mappings nor lists."""
+    if isinstance(value, Mapping):
+        return {str(k): mapped(v, leaf) for k, v in value.items()}
+    return [mapped(v, leaf) for v in value] if isinstance(value, list | tuple) else leaf(value)
+
+
 def picked(value: Any, *names: str) -> dict[str, Any]:
     """The named attributes, as plain JSON values."""
     return {name: to_json(getattr(value, name)) for name in names}

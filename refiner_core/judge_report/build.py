@@ -148,9 +148,9 @@ def is_clear(value: Difference | None, looks: int = 1) -> bool | None:
     return value.p_value < LEVEL / looks
 
 
-def number(value: Estimate | Difference | None) -> str:
-    """A signed number with its interval."""
-    return MISSING if value is None else with_interval(*value[:3], signed=True)
+def number(value: Estimate | Difference | None, *, signed: bool = True) -> str:
+    """A number with its interval."""
+    return MISSING if value is None else with_interval(*value[:3], signed=signed)
 
 
 def share(value: Estimate | None) -> str:
@@ -406,7 +406,12 @@ def sections(report: Report) -> list[Section]:
     if report["repeatability"]:
         repeats = report["repeatability"]["all"]["repeats"]
         rows = tuple(
-            (kind, share(one["identical"]), _size(one["difference"]), str(one["left_out"]))
+            (
+                kind,
+                share(one["identical"]),
+                number(one["difference"], signed=False),
+                str(one["left_out"]),
+            )
             for kind, one in report["repeatability"].items()
         )
         words = (f"Everything was asked {repeats} times, without memory of earlier answers.",)
@@ -524,10 +529,6 @@ def _costs(report: Report) -> Section:
 
 def _pairs(pairs: int, left_out: int) -> str:
     return f"{pairs} ({left_out} left out)" if left_out else str(pairs)
-
-
-def _size(value: Estimate | None) -> str:
-    return MISSING if value is None else printing.with_interval(*value[:3])
 
 
 def _kappa(kappa: Row) -> str:

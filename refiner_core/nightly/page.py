@@ -13,8 +13,8 @@ from typing import Any
 
 from refiner_core.nightly.changes import NightSeries, changed_alongside
 from refiner_core.nightly.definition import Nightly, NightRow
-from refiner_core.report.charts import Series as Line
-from refiner_core.report.charts import chart, summary
+from refiner_core.report.drawing import Series as Line
+from refiner_core.report.drawing import chart, summary
 from refiner_core.report.pages import parts_of
 from refiner_core.report.printing import finite, number
 

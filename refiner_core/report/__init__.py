@@ -6,7 +6,7 @@
 
 ``sweep`` and ``run`` each have a document, its rendering, and templates for page and
 Markdown. Shared parts are here: style and script (``base.css``, ``base.js``), security policy and
-templates (``pages``), interactive charts (``charts``, drawn by ``charts.js`` with Bokeh), drawings
-within tables (values in ``drawing``, markup in ``drawing.html.jinja``), transcripts, and number
+templates (``pages``), drawings within tables and interactive charts (values in ``drawing``, markup
+in ``drawing.html.jinja``, charts drawn by ``charts.js`` with Bokeh), transcripts, and number
 formats (``printing``). Pure functions of values: nothing here reads a workspace.
 """

@@ -19,9 +19,9 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from refiner_core.contract.records import to_json
+from refiner_core.contract.records import mapped, to_json
 from refiner_core.report import drawing, printing
-from refiner_core.report.charts import library
+from refiner_core.report.drawing import library
 
 _HERE = "refiner_core.report"
 #: Limits on characters of a value, and on values of one list or mapping.
@@ -111,7 +111,7 @@ def _code(text: str) -> Markup:
 
 def values(report: Any) -> dict[str, Any]:
     """A whole report as JSON values, its version first, without unencodable values."""
-    return dict(_clean(to_json(report)))
+    return dict(mapped(to_json(report), _clean))
 
 
 def json_text(report: Any) -> str:
@@ -120,10 +120,6 @@ def json_text(report: Any) -> str:
 
 
 def _clean(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _clean(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [_clean(v) for v in value]
     if isinstance(value, str):
         return value if value.isascii() else printing.whole(value)
     return printing.finite(value) if isinstance(value, float) else value

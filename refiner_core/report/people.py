@@ -34,8 +34,8 @@ def corrected_section(rows: Sequence[Mapping[str, Any]], *extra: str) -> Section
     return Section("Means corrected by people's labels", words, header, cells)
 
 
-def shown(found: Mapping[str, Any] | None) -> str:
+def shown(found: Mapping[str, Any] | None, decimals: int = 3) -> str:
     """A recorded number with its interval."""
     if found is None or found["value"] is None:
         return number(None)
-    return with_interval(found["value"], found["low"], found["high"])
+    return with_interval(found["value"], found["low"], found["high"], decimals)

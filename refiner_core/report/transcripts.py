@@ -123,8 +123,7 @@ def spans(text: str, *, any_case: bool = False) -> Iterator[_Span]:
 
 def tagged(span: _Span) -> Markup:
     """A span with its original tags."""
-    kind = Markup('<span class="tag">{}</span>')
-    before, after = (kind.format(t) if t else Markup("") for t in (span.before, span.after))
+    before, after = (_TAG.format(t) if t else Markup("") for t in (span.before, span.after))
     return before + escape(span.text) + after
 
 

@@ -34,9 +34,9 @@ import pandas as pd
 
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.judge_report.measures import paired, plain
+from refiner_core.report.people import shown
 from refiner_core.report.printing import Section, number, short, with_interval
-from refiner_core.rescoring.compare import kendall_tau_b
-from refiner_core.rescoring.rollouts import StoredRollout
+from refiner_core.rescoring.rollouts import StoredRollout, kendall_tau_b
 
 Floats = npt.NDArray[np.float64]
 Row = dict[str, Any]
@@ -387,21 +387,13 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"{sign} {row['title']}",
         row["source"],
-        _interval(row["credit"]),
+        shown(row["credit"], 2),
         f"{first} to {last}",
         number(row["discrimination"], 2),
         _percent(row["varies"]),
         *(number(row[name], 2) for name in ("slope", "place")),
         row["state"],
     )
-
-
-def _interval(found: Mapping[str, Any] | None) -> str:
-    return number(None) if found is None else _ends(found)
-
-
-def _ends(found: Mapping[str, Any], value: str = "value") -> str:
-    return with_interval(found[value], found["low"], found["high"], 2)
 
 
 def _percent(share: float | None) -> str:
@@ -420,7 +412,7 @@ def _section_of_prompts(one: Mapping[str, Any]) -> Section:
     header = ("credit", "discrimination", "varies in", "judged in the last quarter", "saturated",
               "dead")  # fmt: skip
     cells = (
-        *(_interval(one["credit"]), number(one["discrimination"], 2), _percent(one["varies"])),
+        *(shown(one["credit"], 2), number(one["discrimination"], 2), _percent(one["varies"])),
         *(str(one[name]) for name in ("judged_late", "saturated", "dead")),
     )
     return Section("Criteria of single prompts", tuple(words), header, (cells,))
@@ -431,11 +423,12 @@ def _section_of_set(smaller: Mapping[str, Any], document: Mapping[str, Any]) -> 
     if not smaller["reached"]:
         text = f"No smaller set keeps a rank correlation of {smaller['keep']:g}."
         return Section(title, (text,))
+    spearman = with_interval(smaller["spearman"], smaller["low"], smaller["high"], 2)
     words = (
         f"{count} of {of} static criteria ({count / of:.0%} of their questions), with new weights, "
-        f"keep a rank correlation of {_ends(smaller, 'spearman')} "
+        f"keep a rank correlation of {spearman} "
         f"(Spearman, {smaller['answers']} answers to {smaller['prompts']} prompts that did not "
-        f"choose it); within groups, Kendall's tau-b is {_interval(smaller['kendall'])}. Both "
+        f"choose it); within groups, Kendall's tau-b is {shown(smaller['kendall'], 2)}. Both "
         "compare the part of the reward that these criteria make.",
         *[_BATCHED] * bool(document.get("batched")),
         f"Try it on stored answers: `{document.get('command', '')}`",

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.main import main
-from flows.diffing.run_diff import Difference, diff_sides, difference_lines, next_commands
-from flows.diffing.sides import find_side
+from flows.diffing.run_diff import (
+    Difference,
+    diff_sides,
+    difference_lines,
+    find_side,
+    next_commands,
+)
 from infra.attempt.attempt import AttemptRun
 from infra.store.sweep_records import note_trial, write_sweep
 from refiner_core.contract.records import SWEEP_VERSION, SweepRecord, TrialRecord

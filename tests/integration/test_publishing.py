@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from flows.publishing import facts_of_stage
+from flows.publishing.facts import facts_of_stage
 from infra.hub.target import HubTarget
 from infra.publishing import Publication
 from refiner_core.cards.build import build_card

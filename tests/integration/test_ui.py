@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from infra.store.workspace import Workspace
-from refiner_core.report.runs.rendering import RunsPage, page
+from refiner_core.report.runs.rendering import page
 from tests.bench.many_runs import write_runs
 from tests.support.browser import Page
 from tests.support.command import command, environment, refiner, wait_until
@@ -129,7 +129,7 @@ def test_ten_thousand_runs_as_a_file_paint_at_once(
     }
     many = [{**row, "run": f"run-{n}"} for n in range(10_000)]
     path = tmp_path / "index.html"
-    path.write_text(page(RunsPage("w", row["started"], many, [], ["reward"], live=False)))
+    path.write_text(page("w", row["started"], many, [], ["reward"], live=False))
     browser.events.clear()
     browser.show(path.as_uri())
     assert "10000 of 10000 runs" in browser.text()

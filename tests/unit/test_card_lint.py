@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text, facts_from_json, facts_to_json, load_evidence
 from refiner_core.cards.facts import AttemptNote, CardFacts
-from refiner_core.cards.lint import CardFinding, check_card, lint_card
-from refiner_core.cards.lint.evidence_check import differences
+from refiner_core.cards.lint import CardFinding, check_card, differences, lint_card
 from refiner_core.cards.public import public_address, public_command, public_text
 from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.config import RecipeConfig
@@ -577,13 +576,11 @@ def test_invalid_evidence_is_refused(text: str, said: str) -> None:
 
 
 def test_evidence_with_facts_of_a_newer_version_is_refused_rather_than_read_in_part() -> None:
-    content = {**facts_to_json(step_facts()), "carbon": 3}
-    with pytest.raises(DataError, match="carbon"):
-        facts_from_json(content)
-    content = facts_to_json(step_facts())
-    content["config"]["grpo.new_option"] = 1
-    with pytest.raises(DataError, match="new_option"):
-        facts_from_json(content)
+    for more in ({"carbon": 3}, {"config": {"grpo.new_option": 1}}):
+        content = json.loads(evidence_text(step_facts(), []))
+        content["facts"] |= more
+        with pytest.raises(DataError, match=r"carbon|new_option"):
+            load_evidence(json.dumps(content))
 
 
 # ---------------------------------------------------------------- nothing private

@@ -17,7 +17,6 @@ from refiner_core.cards.build import build_card, card_variables, shipped_templat
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.facts import CONTROLS, UNKNOWN, CardFacts, unmarked
 from refiner_core.cards.lint import check_card, lint_card
-from refiner_core.cards.sentences import Sentences
 from refiner_core.contract.config import CommandConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.fields import replace_fields
@@ -160,8 +159,6 @@ def test_numbers_need_their_evidence_and_have_one_source() -> None:
     for missing in ("protocol", "n", "decoding"):
         with pytest.raises(DataError, match=missing):
             bare_facts(evaluations=[evaluation("grpo", "reward", 1.0, **{missing: None})])
-    floor = evaluation("random_copier", "reward", 1.0)
-    assert len(bare_facts(evaluations=[floor, dict(floor)]).evaluations) == 1
     claims = [evaluation("grpo", "reward", value) for value in (1.0, 2.0)]
     with pytest.raises(DataError, match="Two evaluations"):
         bare_facts(evaluations=claims)

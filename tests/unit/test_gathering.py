@@ -9,10 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from flows.cli.main import main
-from flows.reporting.gather import gather
 from flows.reporting.samples import SamplesReader
 from flows.reporting.several import compare_runs
-from flows.reporting.writing import make_sweep_report
+from flows.reporting.writing import gather, make_sweep_report
 from flows.running.status import find_run
 from flows.runs.ui import app
 from infra.store.sweep_records import read_sweep

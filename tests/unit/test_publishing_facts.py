@@ -11,7 +11,7 @@ import pytest
 from flows.checking.own_data import example_rows
 from flows.checking.sources import resolve_sources
 from flows.cli.main import main
-from flows.publishing import facts_of_stage
+from flows.publishing.facts import facts_of_stage
 from flows.running.console import Console, state_line
 from flows.running.status import RunWatcher
 from infra.attempt.attempt import AttemptRun

@@ -21,19 +21,17 @@ from flows.rescoring.rescore_plan import (
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow, RewardResult
-from refiner_core.rescoring.compare import (
-    best_samples,
-    compare,
-    judges_agree,
-    kendall_tau_b,
-    make_matrix,
-)
 from refiner_core.rescoring.rollouts import (
     RecordedJudge,
     Scores,
     StoredRollout,
+    best_samples,
+    compare,
     fidelity,
     judge_identity,
+    judges_agree,
+    kendall_tau_b,
+    make_matrix,
     scores_under,
     stored_rollouts,
     with_advantages,

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flows.proving.proof_plan import PHASES, Trained, draw_points
-from flows.proving.runs import as_they_were
+from flows.proving.runs import PHASES, Trained, as_they_were, draw_points
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.lint import check_card

@@ -19,6 +19,7 @@ import json
 import math
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -106,7 +107,7 @@ def write_samples_page(
 ) -> bool:
     """Write the page; False for a run without samples. ``progress`` is called with the number of
     files read, and of all. Unreadable files become warnings."""
-    from refiner_core.report.samples.rendering import SamplesPage, page
+    from refiner_core.report.samples.rendering import page
 
     place = folder / FOLDER
     usual = reading.workspace.layout.reports / reading.run.run / FOLDER
@@ -140,7 +141,7 @@ def write_samples_page(
     index["left_out"] = len(sources) - len(shown)
     atomic.write_text(place / INDEX, f"{SCRIPT_CALL}{json.dumps(index)})\n")
     total = sum(entry["n"] for entry in ordered)
-    text = page(SamplesPage(reading.run.run, reading.run.recipe, total, now_text()))
+    text = page(reading.run.run, reading.run.recipe, total, now_text())
     atomic.write_text(folder / SAMPLES_PAGE, text)
     _remove_others(place, index)
     return True
@@ -320,9 +321,10 @@ class _Index:
     """Small columns of one source: a number per sample, and tables of names."""
 
     def __init__(self) -> None:
-        self.prompts: dict[str, int] = {}
-        self.failures: dict[str, int] = {}
-        self.criteria: dict[str, int] = {}
+        # A new name gets the next number.
+        self.prompts, self.failures, self.criteria = (
+            defaultdict[str, int](count().__next__) for _ in range(3)
+        )
         self.numbers: list[tuple[Any, ...]] = []
 
     def add(self, row: Mapping[str, Any], said: Row, judgements: Sequence[Row]) -> None:
@@ -330,12 +332,12 @@ class _Index:
         score = said["reward"] if said["reward"] is not None else said["metrics"].get("success")
         length = next((row[n] for n in _LENGTHS if row.get(n) is not None), len(said["text"]))
         met = _outcomes(said, judgements)
-        outcomes = [3 * _place(self.criteria, name) + one for name, one in met.items()]
+        outcomes = [3 * self.criteria[name] + one for name, one in met.items()]
         self.numbers.append(
             (
-                *(_place(self.prompts, str(row["sample_id"])), int(row["sample_index"])),
+                *(self.prompts[str(row["sample_id"])], int(row["sample_index"])),
                 *(None if score is None else float(f"{score:.5g}"), int(length)),
-                *(_place(self.failures, _failure(row, said)), outcomes),
+                *(self.failures[_failure(row, said)], outcomes),
             )
         )
 
@@ -345,10 +347,6 @@ class _Index:
         names = ("prompt", "number", "score", "length", "failure", "outcomes")
         columns = zip(*self.numbers, strict=True) if self.numbers else [()] * len(names)
         return {**tables, **dict(zip(names, map(list, columns), strict=True))}
-
-
-def _place(table: dict[str, int], name: str) -> int:
-    return table.setdefault(name, len(table))
 
 
 def _failure(row: Mapping[str, Any], said: Row) -> str:

@@ -47,7 +47,7 @@ from infra.orchestrator.timeline import incidents_of
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
-from refiner_core.contract.records import picked
+from refiner_core.contract.records import mapped, picked
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import total
 from refiner_core.report.run.run_report import (
@@ -85,11 +85,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _shown(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_shown(v) for v in value]
-    return without_secrets(value) if isinstance(value, str) else value
+    return mapped(value, lambda one: without_secrets(one) if isinstance(one, str) else one)
 
 
 # ---------------------------------------------------------------- outputs

@@ -20,22 +20,24 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
+import pandas as pd
 
 from flows.reporting.run.stages import RunReading
 from flows.reporting.samples import SamplesReader, questions_of
-from flows.stored import TRAINED_ON, newest_rollouts, part_of_file, sample_name
+from flows.stored import TRAINED_ON, newest_metrics, newest_rollouts, part_of_file, sample_name
 from infra.orchestrator.timeline import StageHistory
-from infra.store.traces import MetricsLine, read_metrics, read_rollouts
+from infra.store.traces import MetricsLine, read_rollouts
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.kinds import MODELS, TRAINED, model_order
 from refiner_core.contract.protocols import protocol_name
+from refiner_core.contract.records import mapped
 from refiner_core.evaluation.metric_names import base_of
 from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS, higher_is_better
 from refiner_core.evaluation.results import compare_results, load_results
-from refiner_core.report.charts import kept_indices
+from refiner_core.report.drawing import kept_indices
 from refiner_core.report.printing import finite
 from refiner_core.report.run.rendering import MONITOR
 from refiner_core.report.run.run_report import Row
@@ -197,7 +199,8 @@ def training_curves(reading: RunReading) -> tuple[Row, ...]:
         foreign = history.record.spec.kind == "command"
         only = None if foreign else (*SHOWN, *_ALSO)
         what = f"The metrics of {name}"
-        lines = reading.tried(what, _newest_lines, reading, history, only) or []
+        where = (reading.workspace, history.stage_id, only)
+        lines = reading.tried(what, newest_metrics, *where) or []
         taken_over = [
             a.resumed_from_step
             for a in history.record.attempts
@@ -218,17 +221,6 @@ def monitor_words(reading: RunReading) -> list[str]:
         if result is not None and result.report.get("monitor") and result.report.get("remark"):
             found.append(f"{name}: {result.report['remark']}.")
     return found
-
-
-def _newest_lines(
-    reading: RunReading, history: StageHistory, only: Sequence[str] | None
-) -> list[MetricsLine]:
-    """Lines of the newest attempt that logged anything; they have the complete history."""
-    for attempt in reversed(history.record.attempts):
-        paths = reading.workspace.layout.attempt(history.stage_id, attempt.number)
-        if lines := read_metrics(paths.metrics, only):
-            return lines
-    return []
 
 
 def points_of(lines: Sequence[MetricsLine], *, foreign: bool = False) -> dict[str, Points]:
@@ -390,15 +382,13 @@ def clip(text: str, most: int) -> str:
 
 def clipped(value: Any, most: int) -> Any:
     """JSON whose long texts are cut; numbers that are not finite are None."""
-    if isinstance(value, str):
-        return clip(value, most)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [clipped(v, most) for v in value]
-    if isinstance(value, Mapping):
-        return {str(k): clipped(v, most) for k, v in value.items()}
-    return value
+
+    def leaf(one: Any) -> Any:
+        if isinstance(one, str):
+            return clip(one, most)
+        return finite(one) if isinstance(one, float) else one
+
+    return mapped(value, leaf)
 
 
 #: Number of examples of each kind, and the smallest change that counts.
@@ -428,7 +418,7 @@ def choose(changes: Mapping[str, float]) -> dict[str, str]:
     better = [p for p in reversed(order) if changes[p] > _NO_CHANGE][:_BETTER]
     worse = [p for p in order if changes[p] < -_NO_CHANGE][:_WORSE]
     rest = [p for p in order if p not in {*better, *worse}]
-    middle = float(np.median(list(changes.values()))) if changes else 0.0
+    middle = median(changes.values()) if changes else 0.0
     rest.sort(key=lambda p: (abs(changes[p] - middle), p))
     why = [("improved most", better), ("got worse most", worse), ("typical", rest[:_TYPICAL])]
     return {p: word for word, prompts in why for p in prompts}
@@ -444,13 +434,9 @@ def _before_and_after(reading: RunReading, shown: Sequence[ModelEvaluation]) -> 
     metric = next((m for m in _METRICS if all(m in mean.metrics for mean in means)), None)
     if metric is None:
         return ()
-    was, is_now = (
-        dict(zip(mean.prompts, values.tolist(), strict=True))
-        for mean in means
-        if (values := mean.of(metric)) is not None
-    )
-    changes = {p: is_now[p] - was[p] for p in was if p in is_now}
-    chosen = choose({p: change for p, change in changes.items() if np.isfinite(change)})
+    was, is_now = (pd.Series(mean.of(metric), mean.prompts) for mean in means)
+    changes = (is_now - was).dropna().to_dict()
+    chosen = choose(changes)
     prompts = list(chosen)
     answers = []
     for evaluated, file in zip(shown, files, strict=True):

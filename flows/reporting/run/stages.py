@@ -29,7 +29,7 @@ from infra.orchestrator.timeline import (
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.records import Attempt, RunRecord, StageResult, from_json
+from refiner_core.contract.records import Attempt, RunRecord, StageResult, from_json, picked
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import counted
 from refiner_core.report.run.run_report import UNDER_WAY, Row, StageRow
@@ -179,11 +179,8 @@ def _row(reading: RunReading, name: str, status: StageStatus | None) -> StageRow
     if name in reading.unreadable:
         return replace(row, state="unreadable", reason=masked(reading.unreadable[name]))
     if history is None:
-        return (
-            row
-            if status is None
-            else replace(row, state=status.state, reason=masked(status.reason))
-        )
+        known = {} if status is None else picked(status, "state", "reason")
+        return replace(row, **known | {"reason": masked(known.get("reason", ""))})
     spec, result = history.record.spec, history.record.result
     state = history.record.state if status is None else status.state
     step, total = _progress(status)
@@ -215,14 +212,8 @@ def _progress(status: StageStatus | None) -> tuple[int | None, int | None]:
 
 def _with_use(row: StageRow, use: ResourceUsage, history: StageHistory) -> StageRow:
     queued = any(a.executor != "local" and a.started_at for a in history.record.attempts)
-    return replace(
-        row,
-        seconds=use.seconds,
-        queue_seconds=use.queue_seconds if queued else None,
-        lost_seconds=use.lost_seconds,
-        gpu_hours=use.gpu_hours,
-        cpu_hours=use.cpu_hours,
-    )
+    used = picked(use, "seconds", "lost_seconds", "gpu_hours", "cpu_hours")
+    return replace(row, **used, queue_seconds=use.queue_seconds if queued else None)
 
 
 def _attempt(reading: RunReading, history: StageHistory, attempt: Attempt, state: str) -> Row:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ _RUN = re.compile(r"\s{65,}|[\d,.]{65,}")
 _CAPTION = 2000
 
 
-class Paragraph(NamedTuple):
+class _Paragraph(NamedTuple):
     """Prose of a block, or a row of a table, as shown; inline code is blanked."""
 
     line: int
@@ -34,7 +34,7 @@ class Paragraph(NamedTuple):
         return self.line + self.text.count("\n", 0, offset)
 
 
-class TableRow(NamedTuple):
+class _TableRow(NamedTuple):
     """One row of a table: its line, and its cells as shown."""
 
     line: int
@@ -48,7 +48,7 @@ class Table:
 
     line: int
     header: tuple[str, ...]
-    rows: tuple[TableRow, ...]
+    rows: tuple[_TableRow, ...]
     headings: tuple[str, ...] = ()
     caption: str = ""
 
@@ -60,16 +60,16 @@ class Document:
 
     text: str
     front: str | None = None
-    paragraphs: list[Paragraph] = field(default_factory=list)
+    paragraphs: list[_Paragraph] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     headings: list[str] = field(default_factory=list)
 
-    def texts(self) -> Iterator[Paragraph]:
+    def texts(self) -> Iterator[_Paragraph]:
         """Paragraphs, and rows of tables as such."""
         yield from self.paragraphs
         for row in (row for table in self.tables for row in table.rows):
             cells = "".join(f"{cell}\t" for cell in row.cells)
-            yield Paragraph(row.line, cells)
+            yield _Paragraph(row.line, cells)
 
 
 @cache
@@ -92,20 +92,20 @@ def read_document(text: str) -> Document:
         line = start + 1 + (token.map or [0])[0]
         if token.type == "html_block":
             text = _MARKUP.sub(_blank, token.content.removesuffix("\n"))
-            document.paragraphs.append(Paragraph(line, _without_runs(text)))
+            document.paragraphs.append(_Paragraph(line, _without_runs(text)))
         elif token.type == "heading_open":
             inline = next(tokens)
             title, level = " ".join(_seen(inline, code=True).split()), int(token.tag[1])
             sections = [(n, t) for n, t in sections if n < level] + [(level, title)]
             document.headings.append(title)
-            document.paragraphs.append(Paragraph(line, _seen(inline)))
+            document.paragraphs.append(_Paragraph(line, _seen(inline)))
             caption = ""
         elif token.type == "table_open":
             headings = tuple(title for _, title in sections)
             document.tables.append(_table(tokens, line, start + 1, headings, caption))
             caption = ""
         elif token.type == "inline":
-            document.paragraphs.append(Paragraph(line, _seen(token)))
+            document.paragraphs.append(_Paragraph(line, _seen(token)))
             caption = document.paragraphs[-1].text[-_CAPTION:]
     return document
 
@@ -113,7 +113,7 @@ def read_document(text: str) -> Document:
 def _table(
     tokens: Iterator[Token], line: int, first: int, headings: tuple[str, ...], caption: str
 ) -> Table:
-    rows: list[TableRow] = []
+    rows: list[_TableRow] = []
     cells: list[str] = []
     for token in tokens:
         if token.type == "table_close":
@@ -124,7 +124,7 @@ def _table(
             cells = []
             at = first + (token.map or [line - first])[0]
         elif token.type == "tr_close":
-            rows.append(TableRow(at, tuple(cells)))
+            rows.append(_TableRow(at, tuple(cells)))
     return Table(line, rows[0].cells, tuple(rows[1:]), headings, caption)
 
 
@@ -202,10 +202,6 @@ class CardFinding:
     def is_error(self) -> bool:
         """True if the finding forbids publication."""
         return self.severity == "error"
-
-    def to_json(self) -> dict[str, Any]:
-        """For scripts."""
-        return asdict(self)
 
 
 # ---------------------------------------------------------------- front matter

@@ -1,8 +1,13 @@
-"""Impossible numbers: totals, shares of n cases, counts in sentences, improvements.
+"""Numbers of a card's tables, each with its metric, model and number of cases; and impossible ones:
+totals, shares of n cases, counts in sentences, improvements.
 
-In: tables, prose and the quantities read from tables. Out: findings, each about one line. A share
-of n cases is a whole number of n-ths, as printed, rounded or truncated. A claim is checked if
-the tables have both numbers: that of the card's own model and that of the one before it.
+In: a :class:`Document`. Out: one :class:`_Quantity` per number with a known metric; findings, each
+about one line. Rows may be models and columns metrics, or the other way round. A printed number
+stands for all values that round to it. Labels are interpreted only if they are unambiguous
+(:func:`metric_of`).
+
+A share of n cases is a whole number of n-ths, as printed, rounded or truncated. A claim is checked
+if the tables have both numbers: that of the card's own model and that of the one before it.
 """
 
 from __future__ import annotations
@@ -11,21 +16,256 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
+from typing import Literal, NamedTuple
 
 from refiner_core.cards.lint.markdown import CardFinding, Document, Table
-from refiner_core.cards.lint.quantities import (
-    PrintedNumber,
-    Quantity,
-    counts_cases,
-    figures_of,
-    metric_of,
-    metrics_in,
-    parse_figure,
-    role_of,
-    whole_number,
+
+_NUMBER = r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
+_FIGURE = re.compile(
+    rf"(?P<hedge>[~≈<>≤≥]\s*)?(?P<value>{_NUMBER})\s*(?P<unit>%)?"
+    rf"(?:\s*(?:±|\+/-)\s*{_NUMBER}\s*%?)?"
+    rf"(?:\s*[\[(]{_NUMBER}\s*%?\s*(?:,|;|–|—|-|to|\.\.)\s*{_NUMBER}\s*%?[\])])?"
+    r"(?:\s*,?\s*\(?[nN]\s*=\s*(?P<n>\d[\d,]*)\)?)?"
 )
+_N = re.compile(r"(?<![A-Za-z])[nN]\s*=\s*(\d[\d,]*)(?![\d.])")
+#: Metrics of agents beside pass@k: the first attempt alone, and all of k attempts.
+_FIRST = re.compile(r"(?i)\bpass\s?@\s?1[_ ]first\b")
+_PASS = re.compile(r"(?i)\bpass\s?([@^])\s?(\d{1,4})(?![\w.])")
+#: Each case counts as 0 or 1, so that a mean of n is a whole number of n-ths.
+_YES_NO = re.compile(
+    r"(?i)\b(?:accuracy|acc|success rate|exact match|solve rate|resolve rate|resolved)\b"
+)
+#: A share of a whole, but not of cases.
+_SHARE = re.compile(r"(?i)\b(?:f1|precision|recall|win rate|error rate|pass rate)\b")
+_CHANGE = re.compile(
+    r"(?i)Δ|\bdelta\b|\bgain|improve|\bdiff|change|speed|increase|\brelative\b|\bvs\b|[↑↓]\s*\d"
+)
+_CASES = re.compile(
+    r"(?i)(?:#|no\.? of|num(?:ber)?(?: of)?|n|total)?\s*"
+    r"(?:tasks?|questions?|problems?|prompts?|instances|cases|n|items|rows|examples)"
+)
+_OWN = re.compile(r"(?i)\bthis (?:model|work|checkpoint)\b|\bours?\b|\bour model\b")
+_BASE = re.compile(
+    r"(?i)\bbase(?:line)?\b|\bbefore (?:training|fine-?tuning)\b|\bvanilla\b|\bpre-?trained\b"
+)
+_WORD = re.compile(r"[a-z0-9+^@]+")
+#: Words of a name that distinguish nothing.
+_OVERALL = frozenset({"overall", "total", "all", "average", "avg", "mean"})
+#: Limits on compared numbers, and rows and columns of their tables: no real card has more.
+_MOST, _ROWS, _COLUMNS = 2000, 300, 60
+
+Role = Literal["own", "base", ""]
+
+
+@dataclass(frozen=True)
+class _PrintedNumber:
+    """One printed number.
+
+    Attributes
+    ----------
+    text
+        As printed.
+    value, decimals
+        The number, and its digits after the point.
+    percent
+        It is followed by %.
+    hedged
+        It is stated as approximate, or as a bound.
+    n
+        As printed beside it.
+    """
+
+    text: str
+    value: Fraction
+    decimals: int
+    percent: bool = False
+    hedged: bool = False
+    n: int | None = None
+
+    @property
+    def unit(self) -> Fraction:
+        """Value of one step of its last digit."""
+        return Fraction(10) ** -self.decimals
+
+    @property
+    def is_count(self) -> bool:
+        """A whole number without a unit."""
+        return self.decimals == 0 and not self.percent and not self.hedged and self.value >= 0
+
+
+def parse_figure(text: str) -> _PrintedNumber | None:
+    """The number that makes up a cell, or None for anything else."""
+    found = _FIGURE.fullmatch(text.strip())
+    if found is None or not any(c.isdigit() for c in found["value"]):
+        return None
+    plain = found["value"].replace(",", "").replace("−", "-")
+    return _PrintedNumber(
+        text=text.strip(),
+        value=Fraction(plain),
+        decimals=len(plain.partition(".")[2]),
+        percent=bool(found["unit"]),
+        hedged=bool(found["hedge"]),
+        n=whole_number(found["n"]) if found["n"] else None,
+    )
+
+
+def whole_number(text: str) -> int:
+    """A count in printed form: ``1,319``."""
+    return int(text.replace(",", ""))
+
+
+def _stated_n(*texts: str) -> int | None:
+    """The n in the first text such as ``GSM8K (n = 1,319)`` that has exactly one."""
+    found = ({whole_number(n) for n in _N.findall(text)} for text in texts)
+    return next((n for ns in found if len(ns) == 1 for n in ns), None)
+
+
+class Metric(NamedTuple):
+    """Metric of a number. ``drawn`` is k of pass@k and pass^k; ``yes_no``: each case
+    counts as 0 or 1, ``once``: with one try."""
+
+    key: str
+    drawn: int = 1
+    yes_no: bool = True
+    once: bool = False
+
+
+def metric_of(label: str) -> Metric | None:
+    """The metric in a label; None for an unknown one, or a difference."""
+    if _CHANGE.search(label):
+        return None
+    if _FIRST.search(label):
+        return Metric("pass@1_first", once=True)
+    if found := _PASS.search(label):
+        return Metric(f"pass{found[1]}{found[2]}", int(found[2]))
+    if yes_no := _YES_NO.search(label):
+        return Metric(yes_no.group().lower().replace("accuracy", "acc"))
+    share = _SHARE.search(label)
+    return Metric(share.group().lower(), yes_no=False) if share else None
+
+
+def metrics_in(text: str) -> frozenset[str]:
+    """Keys of all metrics in a sentence."""
+    patterns = (_FIRST, _PASS, _YES_NO, _SHARE)
+    found = (metric_of(m.group()) for p in patterns for m in p.finditer(text))
+    return frozenset(m.key for m in found if m is not None)
+
+
+def role_of(label: str) -> Role:
+    """The model of a label: the card's own, the one it is compared with, or any other."""
+    return "own" if _OWN.search(label) else "base" if _BASE.search(label) else ""
+
+
+def counts_cases(header: str) -> bool:
+    """True if a column has the numbers of cases of its rows."""
+    return _CASES.fullmatch(header.strip()) is not None
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    """One number of a table.
+
+    Attributes
+    ----------
+    metric
+        Its metric.
+    name
+        The other words of its labels, such as ``{overall}``, without models.
+    role
+        Its model, if the table compares models.
+    compares
+        Whether its table compares models.
+    n, n_line
+        Number of cases and the line that states it; None if not stated.
+    whole
+        Value of all cases together: 100 for percentages, 1 for fractions.
+    """
+
+    metric: Metric
+    name: frozenset[str]
+    figure: _PrintedNumber
+    line: int
+    table: Table
+    role: Role = ""
+    compares: bool = False
+    n: int | None = None
+    n_line: int = 0
+    whole: int = 100
+
+
+def quantities(document: Document) -> list[_Quantity]:
+    """All table numbers with a known metric, with n carried over between tables."""
+    tables = (replace(t, rows=t.rows[:_ROWS]) for t in document.tables if len(t.header) <= _COLUMNS)
+    found = list(islice((q for table in tables for q in _of_table(table)), _MOST))
+    return [_with_n(q, found) for q in found]
+
+
+def figures_of(table: Table) -> list[list[_PrintedNumber | None]]:
+    """The numbers of a table, by row and column."""
+    return [[parse_figure(cell) for cell in row.cells] for row in table.rows]
+
+
+def _of_table(table: Table) -> Iterator[_Quantity]:
+    """The numbers of a table whose columns, or else whose rows, are metrics."""
+    columns, rows = list(table.header[1:]), [row.cells[0] for row in table.rows]
+    grid = [row[1:] for row in figures_of(table)]
+    lines = [[row.line] * len(columns) for row in table.rows]
+    cases = next((c for c, header in enumerate(columns) if counts_cases(header)), None)
+    counts = [None if cases is None else row[cases] for row in grid]
+    if not any(map(metric_of, columns)):  # rows are metrics: transpose
+        columns, rows, counts = rows, columns, [None] * len(columns)
+        grid, lines = ([list(line) for line in zip(*of, strict=True)] for of in (grid, lines))
+    roles = [role_of(label) for label in rows]
+    around = _stated_n(*table.headings[-1:], table.caption)
+    for c, header in enumerate(columns):
+        if (metric := metric_of(header)) is None:
+            continue
+        beside = [f for line in grid if (f := line[c]) is not None]
+        fractions = all(f.value <= 1 and f.decimals and not f.percent for f in beside)
+        for r, label in enumerate(rows):
+            figure, count = grid[r][c], counts[r]
+            # A difference may be more than 100 %, and below 0.
+            if figure is None or _CHANGE.search(label) or counts_cases(label):
+                continue
+            own_n = figure.n or (int(count.value) if count and count.is_count else None)
+            n = own_n or _stated_n(label, header) or around
+            yield _Quantity(
+                metric,
+                _words(header) if any(roles) else _words(header) | _words(label),
+                figure,
+                lines[r][c],
+                table,
+                roles[r],
+                any(roles),
+                n,
+                lines[r][c] if own_n else table.line,
+                1 if fractions and not figure.percent else 100,
+            )
+
+
+def _words(label: str) -> frozenset[str]:
+    """The words of a label beside its metric, which distinguish it from similar ones."""
+    for pattern in (_FIRST, _PASS, _YES_NO, _SHARE, _OWN):
+        label = pattern.sub(" ", label)
+    return frozenset(_WORD.findall(label.lower()))
+
+
+def _with_n(quantity: _Quantity, others: Sequence[_Quantity]) -> _Quantity:
+    """Add a missing n: a table that compares models on one metric uses the cases of its own row,
+    which may be stated where the own row's number is repeated, in a table of that model alone."""
+    if quantity.n is not None or not quantity.compares or not quantity.name & _OVERALL:
+        return quantity
+    alike = [q for q in others if (q.metric, q.name) == (quantity.metric, quantity.name)]
+    own = [q.figure.value for q in alike if q.table is quantity.table and q.role == "own"]
+    told = {q.n: q.n_line for q in alike if not q.compares and q.n and q.figure.value in own}
+    if len(own) != 1 or len(told) != 1:
+        return quantity
+    ((n, line),) = told.items()
+    return replace(quantity, n=n, n_line=line)
+
 
 _TOTAL = re.compile(
     r"(?i)\s*(?:(?:grand )?total|sum|overall|all|combined"
@@ -80,7 +320,7 @@ _FIX = (
     "the others were"
 )
 _COUNT = r"\d{1,3}(?:,\d{3})+|\d+"
-_YES_NO = re.compile(r"(?i)pass\s?@|accura|success|solved|correct|exact match")
+_COUNTS = re.compile(r"(?i)pass\s?@|accura|success|solved|correct|exact match")
 _OF_CASES = re.compile(
     r"(?<![\d.,])(?P<share>\d+(?:\.\d+)?\s?%)\W{0,4}"
     r"(?:\(?\s*[nN]\s*=\s*(?P<n>\d[\d,]*)\b(?!\.\d)"
@@ -99,8 +339,8 @@ _MOST_REPEATS, _MOST_CASES = 20, 10**7
 
 
 def impossible_shares(
-    document: Document, known: Sequence[Quantity]
-) -> Iterator[tuple[CardFinding, Quantity | None]]:
+    document: Document, known: Sequence[_Quantity]
+) -> Iterator[tuple[CardFinding, _Quantity | None]]:
     """Findings, each with its number in a table."""
     said = {int(next(filter(None, m.groups()))) for m in _REPEATS.finditer(document.text)}
     repeats = sorted(said - {0, 1})[:_MOST_REPEATS]
@@ -123,7 +363,7 @@ def impossible_shares(
             what = f"{q.figure.text} is no share of n = {q.n}{where}: {why}"
             yield CardFinding(q.line, "percentage-impossible", what, _FIX), q
     for paragraph in document.paragraphs:
-        counts = _YES_NO.search(paragraph.text) is not None
+        counts = _COUNTS.search(paragraph.text) is not None
         for found in _OF_CASES.finditer(paragraph.text):
             figure, n = parse_figure(found["share"]), whole_number(found["n"] or found["cases"])
             if figure is None or not 0 < n <= _MOST_CASES or (found["n"] and not counts):
@@ -134,7 +374,7 @@ def impossible_shares(
                 yield CardFinding(line, "percentage-impossible", what, _FIX), None
 
 
-def _no_share(figure: PrintedNumber, n: int, tries: Sequence[int], whole: int) -> str:
+def _no_share(figure: _PrintedNumber, n: int, tries: Sequence[int], whole: int) -> str:
     """Reason why no number of ``n`` cases with so many tries each prints as the figure; empty if
     one does."""
     if not 0 <= figure.value <= whole:
@@ -168,7 +408,7 @@ _NEAR = 300
 
 
 def claim_findings(
-    document: Document, known: Sequence[Quantity], impossible: Collection[Quantity]
+    document: Document, known: Sequence[_Quantity], impossible: Collection[_Quantity]
 ) -> Iterator[CardFinding]:
     """One finding per false claim, such as ``4x improvement``."""
     claims = ((p, m) for p in document.paragraphs for m in _FACTOR.finditer(p.text))
@@ -182,9 +422,9 @@ def claim_findings(
             yield CardFinding(line, rule, f"{claim!r} {said}", fix)
 
 
-def _pairs(known: Sequence[Quantity]) -> list[tuple[Quantity, Quantity]]:
+def _pairs(known: Sequence[_Quantity]) -> list[tuple[_Quantity, _Quantity]]:
     """Own and base number of one metric, from one table if possible."""
-    base: dict[tuple[str, frozenset[str]], list[Quantity]] = defaultdict(list)
+    base: dict[tuple[str, frozenset[str]], list[_Quantity]] = defaultdict(list)
     for q in known:
         if q.role == "base" and q.figure.value > 0:
             base[q.metric.key, q.name].append(q)
@@ -197,8 +437,8 @@ def _pairs(known: Sequence[Quantity]) -> list[tuple[Quantity, Quantity]]:
 def _problem(
     claim: re.Match[str],
     around: str,
-    pairs: Sequence[tuple[Quantity, Quantity]],
-    impossible: Collection[Quantity],
+    pairs: Sequence[tuple[_Quantity, _Quantity]],
+    impossible: Collection[_Quantity],
 ) -> tuple[str, str] | None:
     """Rule and fault; None if the claim is possible or undecidable. A claim that recomputes may
     still compare numbers that are not comparable."""
@@ -229,7 +469,7 @@ def _problem(
     return None
 
 
-def _holds(claim: re.Match[str], own: Quantity, base: Quantity) -> bool:
+def _holds(claim: re.Match[str], own: _Quantity, base: _Quantity) -> bool:
     """True if two printed numbers can give the claim."""
     value = Fraction(claim["value"])
     room = Fraction(10) ** -len(claim["value"].partition(".")[2])

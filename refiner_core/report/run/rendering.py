@@ -17,8 +17,7 @@ from typing import Any
 
 from refiner_core.evaluation.metrics import main_metrics
 from refiner_core.report import printing
-from refiner_core.report.charts import Series, chart, summary
-from refiner_core.report.drawing import scale_for, strip
+from refiner_core.report.drawing import Series, chart, scale_for, strip, summary
 from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import MISSING, Section, counted, duration, estimate, hours
 from refiner_core.report.run.run_report import UNDER_WAY, Row, RunReport, StageRow

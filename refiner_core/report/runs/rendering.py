@@ -8,7 +8,6 @@ once. A live page asks its own server for new rows and curves; one written as a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from refiner_core.report.pages import parts_of, template_of
@@ -16,11 +15,19 @@ from refiner_core.report.pages import parts_of, template_of
 VIEWS = (("summary", "Runs"), ("others", "Sweeps and nights"))
 
 
-@dataclass(frozen=True)
-class RunsPage:
-    """Content of the page.
+def page(
+    workspace: str,
+    made_at: str,
+    rows: Sequence[Mapping[str, Any]],
+    others: Sequence[Mapping[str, Any]],
+    metrics: Sequence[str],
+    *,
+    live: bool,
+    prefect: str = "",
+) -> str:
+    """The page.
 
-    Attributes
+    Parameters
     ----------
     workspace, made_at
         The folder, and the time of reading.
@@ -36,24 +43,19 @@ class RunsPage:
     prefect
         Address of the Prefect page; empty if there is none.
     """
-
-    workspace: str
-    made_at: str
-    rows: Sequence[Mapping[str, Any]]
-    others: Sequence[Mapping[str, Any]]
-    metrics: Sequence[str]
-    live: bool
-    prefect: str = ""
-
-
-def page(report: RunsPage) -> str:
-    """The page."""
     parts = dict(parts_of(__package__, charts=True, script="page.js"))
-    if report.live:
+    if live:
         parts["policy"] += "; connect-src 'self'"
-    data = {"rows": report.rows, "live": report.live, "where": f"workspace={report.workspace}"}
-    counts = {"summary": len(report.rows), "others": len(report.others)}
     return template_of(__package__, "page.html.jinja").render(
-        parts=parts, report=report, data=data, views=VIEWS, counts=counts, alarming=(),
-        title=f"Runs of {report.workspace}", reload_s=0,
-    )  # fmt: skip
+        parts=parts,
+        report={
+            **{"workspace": workspace, "made_at": made_at, "live": live, "prefect": prefect},
+            **{"rows": rows, "others": others, "metrics": metrics},
+        },
+        data={"rows": rows, "live": live, "where": f"workspace={workspace}"},
+        views=VIEWS,
+        counts={"summary": len(rows), "others": len(others)},
+        alarming=(),
+        title=f"Runs of {workspace}",
+        reload_s=0,
+    )

@@ -7,27 +7,16 @@ fetch. Its script draws only the rows in sight, and texts only as text nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from refiner_core.report.pages import parts_of
 
 
-@dataclass(frozen=True)
-class SamplesPage:
-    """Content of the page: the run, its recipe, and the number of samples."""
-
-    run: str
-    recipe: str
-    samples: int
-    made_at: str
-
-
-def page(report: SamplesPage) -> str:
-    """The page."""
+def page(run: str, recipe: str, samples: int, made_at: str) -> str:
+    """The page of a run with so many samples."""
     parts = dict(parts_of(__package__, charts=False, script="page.js"))
     parts["policy"] += " 'self' file:"
+    report = {"run": run, "recipe": recipe, "samples": samples, "made_at": made_at}
     text: str = parts["template"].render(
         parts=parts, report=report, views=(("summary", "Samples"),), counts={}, alarming=(),
-        title=f"Samples of {report.run}", reload_s=0,
+        title=f"Samples of {run}", reload_s=0,
     )  # fmt: skip
     return text

@@ -9,7 +9,7 @@ sides for all of these seeds; exclusions are reported. Arms measured on other pr
 
 The judge may have changed between two evaluations. The random copier's answers are the same in
 every evaluation of a protocol: if their scores differ, then the judge, its server, or the scoring
-code differs. The rule (:class:`Drift`), for a difference D of arm and baseline and a
+code differs. The rule (:class:`_Drift`), for a difference D of arm and baseline and a
 shift R of the reference, both paired over seeds and prompts:
 
 1. All references equal (to 1e-9): the judge has not changed, and neither does the result.
@@ -45,7 +45,7 @@ LEVEL = 0.01
 MARGIN = 3.0
 
 
-class Drift(NamedTuple):
+class _Drift(NamedTuple):
     """The reference's verdict on one arm against the baseline.
 
     Attributes
@@ -84,10 +84,10 @@ class Drift(NamedTuple):
         return above or below
 
 
-UNKNOWN = Drift("unknown")
+UNKNOWN = _Drift("unknown")
 
 
-def drift_of(reference: Floats, differences: Floats) -> Drift:
+def drift_of(reference: Floats, differences: Floats) -> _Drift:
     """The reference's verdict on one arm.
 
     Parameters
@@ -102,7 +102,7 @@ def drift_of(reference: Floats, differences: Floats) -> Drift:
     if not known:
         return UNKNOWN
     if not changed:
-        return Drift("equal", prompts=known)
+        return _Drift("equal", prompts=known)
     seeds = len(reference)
     (found,) = two_way_means(reference.mean(axis=0)[None, None])
     alone = two_way_means(reference[:, None]) if seeds > 1 else []
@@ -114,7 +114,7 @@ def drift_of(reference: Floats, differences: Floats) -> Drift:
         found = max(moved, key=lambda f: abs(f.value))
     low = found.value if found.low is None else found.low
     high = found.value if found.high is None else found.high
-    return Drift("moved" if moved else "noise", found.value, low, high, changed, known, net)
+    return _Drift("moved" if moved else "noise", found.value, low, high, changed, known, net)
 
 
 ALPHA = 0.05
@@ -129,7 +129,7 @@ class _Side:
     shared: tuple[int, ...] = ()
     mean: Difference | None = None
     found: Difference | None = None
-    drift: Drift = UNKNOWN
+    drift: _Drift = UNKNOWN
     values: Floats | None = None  # [seeds, prompts]
     differences: Floats | None = None  # [shared seeds, prompts]
     refused: str = ""
@@ -259,7 +259,7 @@ _FEW_SEEDS = {
 }
 
 
-def _of_drift(drift: Drift, *, agents: bool) -> str:
+def _of_drift(drift: _Drift, *, agents: bool) -> str:
     who, whose = "the judge", "answers of the random copier"
     if agents:
         who, whose = "the environment or its user", "attempts of the do-nothing agent"
@@ -423,7 +423,7 @@ def _check_reference(group: Group, metric: str, base: _Side, side: _Side) -> Non
         for seed in side.shared
     ]
     if all(a is not None and b is not None and a.values is b.values for a, b in pairs):
-        side.drift = Drift("equal", prompts=side.differences.size)
+        side.drift = _Drift("equal", prompts=side.differences.size)
         return
     shifts = [_shift(a, b, metric) for a, b in pairs]
     known = [row for row in shifts if row is not None and len(row) == side.differences.shape[1]]

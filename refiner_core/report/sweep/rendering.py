@@ -22,11 +22,11 @@ from typing import Any
 
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report import drawing, printing
-from refiner_core.report.charts import Series, chart, summary
+from refiner_core.report.drawing import Series, chart, summary
 from refiner_core.report.pages import leaf, parts_of, template_of
 from refiner_core.report.people import corrected_section
 from refiner_core.report.printing import Section, finite, plain
-from refiner_core.report.sweep import monitors, phrases
+from refiner_core.report.sweep import phrases
 from refiner_core.report.sweep.phrases import arm_row, column_of, comparison_notes
 from refiner_core.report.sweep.sweep_report import Comparison, Row, RunsReport, SweepReport, leading
 from refiner_core.report.transcripts import attempts_of, attempts_tables, example_html
@@ -51,8 +51,7 @@ def markdown(report: SweepReport) -> str:
         w=phrases,
         compared=[(comparison, _arms(comparison, report)) for comparison in compared],
         people=_people(report),
-        monitor_header=monitors.header(report.monitors),
-        monitors=[monitors.monitor_cells(row) for row in report.monitors],
+        monitors=_monitors(report.monitors),
     )
     return text.rstrip() + "\n"
 
@@ -120,6 +119,28 @@ def _number_row(comparison: Comparison, report: SweepReport) -> tuple[str, ...]:
 
 def _people(report: SweepReport) -> Section:
     return corrected_section(report.people[:MOST_ROWS], "arm", "seed")
+
+
+def _monitors(rows: Sequence[Row]) -> Section:
+    """Arms with a monitor: proxy and gold at one step of all, at the end, and at the best step."""
+
+    def steps(values: Sequence[int]) -> str:
+        return f"{len(values)} (step {', '.join(map(str, values))})" if values else "0"
+
+    def pair(row: Row, when: str) -> str:
+        return " / ".join(printing.number(row[f"{name}_{when}"]) for name in ("proxy", "gold"))
+
+    at = f"at step {rows[0]['at']}" if rows and rows[0]["at"] is not None else "at an equal step"
+    header = (f"proxy / gold {when}" for when in (at, "at the end", "at the best"))
+    cells = (
+        (
+            *(row["arm"], str(row["trials"]), steps(row["alarms"]), steps(row["stopped"])),
+            *(pair(row, when) for when in ("equal", "end", "best")),
+        )
+        for row in rows
+    )
+    names = ("arm", "trials", "alarms", "stopped", *header)
+    return Section("Monitors", (), names, tuple(cells))
 
 
 def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
@@ -260,7 +281,9 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
     """
     compared = shown_comparisons(report)
     columns = [column_of(c, report) for c in compared]
-    index = {arm: i for i, arm in enumerate(arms_in_order(report))}
+    # An arm's index decides its colour in every view; the baseline comes first.
+    arms = sorted(report.arms, key=lambda arm: arm != report.baseline)
+    index = {arm: i for i, arm in enumerate(arms)}
     few = leading_arms(report)
     prompts = shown_sides(report.side_by_side, few)
     parts = parts_of(__package__, charts=bool(report.curves), script="page.js")
@@ -291,8 +314,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         attempts=attempts_of(s["said"] for one in prompts for s in one["said"]),
         attempts_tables=attempts_tables(report.attempts, few),
         flips=report.flips[:MOST_FLIPS],
-        monitor_header=monitors.header(report.monitors),
-        monitors=[monitors.monitor_cells(row) for row in report.monitors],
+        monitors=_monitors(report.monitors),
         costs=phrases.costs(report),
         whole=phrases.cost_of("all arms", report.trials),
     )
@@ -300,11 +322,6 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
 
 
 # ---------------------------------------------------------------- selection for the page
-
-
-def arms_in_order(report: SweepReport) -> list[str]:
-    """All arms, the baseline first: an arm's index decides its colour in every view."""
-    return sorted(report.arms, key=lambda arm: arm != report.baseline)
 
 
 def shown_comparisons(report: SweepReport) -> list[Comparison]:
