@@ -23,7 +23,6 @@ from typing import Any
 
 from flows.durations import FORECAST_KINDS, stage_time
 from flows.sweeping.budget import NOTHING, UsageReader, judge_calls_in
-from flows.sweeping.status import use_file
 from infra.disk.forecast import ForecastInputs, forecast_disk, size_of_model
 from infra.jobs.dispatcher import tail_of
 from infra.orchestrator.timeline import devices_of, rough
@@ -303,5 +302,5 @@ def passed_by(
     """Limits of the sweep file that it would exceed, given the use of its stages so far."""
     limits, used = plan.sweep.limits, NOTHING
     if limits.gpu_hours is not None or limits.judge_calls is not None:
-        used = UsageReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())
+        used = UsageReader(workspace).total(plan.stages())
     return tuple(passed_limits(forecast, limits, picked(used, "gpu_hours", "judge_calls")))
