@@ -321,7 +321,6 @@ def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[In
 def first_line(text: str, limit: int = 100) -> str:
     """First line of a message without its fix, cut to ``limit`` characters."""
     line = text.strip().partition("\n")[0].partition(" To fix it: ")[0]
-    line = line  # as records made before 2026-12 have it
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
