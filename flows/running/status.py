@@ -27,7 +27,7 @@ from infra.orchestrator.timeline import Incident, devices_of, first_line, run_ev
 from infra.store.orchestrators import OrchestratorProcess, orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, DispatchConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.records import RunRecord, StageRecord, all_malformed, from_json, picked
@@ -153,11 +153,7 @@ def the_stage(run: RunRecord, name: str) -> str:
         The run has no such stage; the message lists its stages.
     """
     if name not in run.stages:
-        raise ConfigurationError(
-            f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
-            expected=f"one of: {', '.join(stage_names(run))}",
-            fix="name one of these",
-        )
+        raise no_such(f"Run {run.run} has no stage", name, stage_names(run))
     return run.stages[name]
 
 

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import Any
 
-from infra.orchestrator.timeline import StageHistory, incidents_of, seconds_between
+from infra.orchestrator.timeline import StageHistory, devices_of, incidents_of, seconds_between
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
-from refiner_core.contract.kinds import section_name
 from refiner_core.contract.records import StageRecord
 from refiner_core.contract.services import is_service
 from sweeps.forecast import StageForecast, SweepForecast, amount
@@ -113,14 +112,9 @@ class UsageReader:
         return reduce(ResourceUsage.plus, map(self.of, dict.fromkeys(stage_ids)), NOTHING)
 
     def _of(self, stage_id: str, record: StageRecord) -> ResourceUsage:
-        numbers = [a.number for a in record.attempts]
-        beats = {n: self.workspace.read_heartbeat(stage_id, n) or {} for n in numbers}
-        seconds = sum(
-            float(a.seconds if a.seconds is not None else beats[a.number].get("seconds") or 0.0)
-            for a in record.attempts
-        )
+        history = StageHistory.read(self.workspace, record.spec.name, stage_id, record)
+        seconds = sum(float(history.seconds(a) or 0.0) for a in record.attempts)
         gpus, cpus = self._devices(stage_id, record)
-        history = StageHistory(record.spec.name, stage_id, record, beats)
         incidents = incidents_of([history]) if len(record.attempts) > 1 else []
         waits = (
             seconds_between(a.claimed_at, a.started_at)
@@ -144,11 +138,8 @@ class UsageReader:
     def _devices(self, stage_id: str, record: StageRecord) -> tuple[int, int]:
         """GPUs and cores of all nodes, as requested by the newest attempt."""
         newest = self.workspace.layout.attempt(stage_id, record.attempts[-1].number)
-        config = self.workspace.part(newest, "config")
-        kind = record.spec.kind
-        asked = (config.get(section_name(kind)) or {}).get("resources") or {}
-        nodes = int(asked.get("nodes") or 1)
-        return int(asked.get("gpus") or 0) * nodes, int(asked.get("cpus") or 1) * nodes
+        config, kind = self.workspace.part(newest, "config"), record.spec.kind
+        return devices_of(config, kind), devices_of(config, kind, "cpus", 1)
 
     def _judge_calls(self, stage_id: str, record: StageRecord) -> int | None:
         if record.result is not None:

@@ -192,10 +192,8 @@ def forecast_of(
 def assumed_cost(workspace: Workspace, stage: PlannedStage, plan: Plan) -> AssumedCost:
     """The likely cost of a stage by the assumptions of ``refiner plan``, if it has a figure for the
     whole stage."""
-    if stage.kind not in FORECAST_KINDS:
-        return AssumedCost(None, None, "")
-    found = stage_time(stage, plan, workspace)
-    if found.per != "stage" or found.seconds is None:
+    found = stage_time(stage, plan, workspace) if stage.kind in FORECAST_KINDS else None
+    if found is None or found.per != "stage" or found.seconds is None:
         return AssumedCost(None, None, "")
     fast, likely, slow = found.seconds
     basis = f"assumed: {found.device}, {rough(fast)} to {rough(slow)} each"
