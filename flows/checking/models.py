@@ -1,6 +1,6 @@
 """Checks of a model's files: refuse at once what would fail after hours; notes on judges.
 
-In: a model reference; a recipe's configuration. Out: :class:`ModelFiles`, from a local folder or
+In: a model reference; a recipe's configuration. Out: :class:`_ModelFiles`, from a local folder or
 the Hub client's cache; or a refusal with the numbers and the field to change. Takes milliseconds
 and no torch; a model that is not downloaded yet is not checked. Unreadable files are left to the
 loader (:func:`refiner_core.training.model.loading.check_model`), whose messages are better.
@@ -35,7 +35,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class ModelFiles:
+class _ModelFiles:
     """A folder with a model or tokenizer.
 
     ``whole`` is False if files may still be missing (an unfinished download): then missing files
@@ -103,14 +103,14 @@ class ModelFiles:
         return highest if highest is not None and highest >= words else None
 
 
-def model_files(ref: str, revision: str) -> ModelFiles | None:
+def model_files(ref: str, revision: str) -> _ModelFiles | None:
     """The files of ``builtin:…``, a folder, or a Hub id whose snapshot is in the cache."""
     try:
         resolved = resolve_ref(ref)
     except RefinerError:
         return None  # reported when sources are resolved
     if ref.startswith(BUILTIN_PREFIX) or Path(resolved).is_dir():
-        return ModelFiles(Path(resolved), whole=True)
+        return _ModelFiles(Path(resolved), whole=True)
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -119,7 +119,7 @@ def model_files(ref: str, revision: str) -> ModelFiles | None:
         return None  # no repository name; reported when sources are resolved
     if not isinstance(found, str):
         return None
-    files = ModelFiles(Path(found).parent, whole=False)
+    files = _ModelFiles(Path(found).parent, whole=False)
     blobs = files.folder.parents[1] / "blobs"
     on_their_way = next(blobs.glob("*.incomplete"), None) is not None
     return replace(files, whole=not on_their_way and files.has_weights and not files.missing_shards)
@@ -202,7 +202,7 @@ def layer_notes(config: RecipeConfig) -> list[str]:
 # ---------------------------------------------------------------- tokenizer
 
 
-def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
+def _check_tokenizer(config: RecipeConfig, files: _ModelFiles) -> None:
     """A tokenizer exists, and has an end-of-text token."""
     field = _tokenizer_field(config)
     if files.whole and not files.has(*_TOKENIZERS):
@@ -223,7 +223,7 @@ def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
         )
 
 
-def _check_template(config: RecipeConfig, files: ModelFiles) -> None:
+def _check_template(config: RecipeConfig, files: _ModelFiles) -> None:
     """Conversations can be rendered."""
     if config.model.chat_template is not None:
         return
@@ -248,7 +248,7 @@ def _tokenizer_field(config: RecipeConfig) -> str:
 # ---------------------------------------------------------------- weights
 
 
-def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
+def _check_weights(config: RecipeConfig, model: _ModelFiles) -> None:
     """All files exist, are complete, and have the configuration's shape."""
     missing, why = model.missing_shards if model.whole else [], ""
     if missing:
@@ -266,7 +266,7 @@ def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
         )
 
 
-def _check_vocabulary(config: RecipeConfig, model: ModelFiles, tokenizer: ModelFiles) -> None:
+def _check_vocabulary(config: RecipeConfig, model: _ModelFiles, tokenizer: _ModelFiles) -> None:
     """Every token id has an embedding; embeddings without an id are padding."""
     words = model.text_config.get("vocab_size")
     if not isinstance(words, int) or (highest := tokenizer.id_from(words)) is None:
@@ -284,7 +284,7 @@ def _check_vocabulary(config: RecipeConfig, model: ModelFiles, tokenizer: ModelF
 # ---------------------------------------------------------------- layers
 
 
-def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
+def _check_window(config: RecipeConfig, model: _ModelFiles) -> None:
     """The longest prompt with the longest response fits into the positions."""
     text, grpo = model.text_config, config.grpo
     window, longest = text.get("max_position_embeddings"), config.data.max_prompt_token_length
@@ -306,7 +306,7 @@ def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
             )
 
 
-def _check_head(config: RecipeConfig, model: ModelFiles) -> None:
+def _check_head(config: RecipeConfig, model: _ModelFiles) -> None:
     """The output head alone gives the logits."""
     text = model.text_config
     cap = text.get("final_logit_softcapping")

@@ -212,7 +212,7 @@ def is_finished(workspace: Workspace, stages: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class DiskStatus:
+class _DiskStatus:
     """Free space where the data lie, by the tightest quota, else by the file system.
 
     ``source`` names which.
@@ -261,7 +261,7 @@ class BackgroundRouter(Router):
         return {**{a.ref: (answer or {}).get(a.ref, JobStatus("unknown")) for a in far}, **seen}
 
 
-def _disk_status(prober: Prober, hurry: _BackgroundQuery[FreeSpace]) -> DiskStatus | None:
+def _disk_status(prober: Prober, hurry: _BackgroundQuery[FreeSpace]) -> _DiskStatus | None:
     """Free space; the file system's own figures if quotas are not answered in time. None if the
     folder does not exist."""
     folder = prober.folder
@@ -272,8 +272,8 @@ def _disk_status(prober: Prober, hurry: _BackgroundQuery[FreeSpace]) -> DiskStat
     ws = hurry.ask(prober.look)
     if ws is None or ws.limit_bytes is None:
         # Without the blocks reserved for the administrator, as in `refiner disk`.
-        return DiskStatus(str(folder), use.free, use.used + use.free, "file system")
-    return DiskStatus(str(folder), ws.free_bytes, ws.limit_bytes, ws.source)
+        return _DiskStatus(str(folder), use.free, use.used + use.free, "file system")
+    return _DiskStatus(str(folder), ws.free_bytes, ws.limit_bytes, ws.source)
 
 
 #: Wait for the scheduler, seconds. A healthy one answers sooner; a dead one after a minute.
@@ -339,7 +339,7 @@ class RunStatus:
     orchestrator: OrchestratorProcess
     stages: tuple[StageStatus, ...]
     incidents: tuple[Incident, ...]
-    disk: DiskStatus | None
+    disk: _DiskStatus | None
     scheduler: str = ""
     cancel_asked: Mapping[str, Any] | None = None
     outage: str = ""
