@@ -26,12 +26,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from infra.jobs.failures import in_words
 from infra.store.workspace import Workspace
 from refiner_core.contract.kinds import section_name
 from refiner_core.contract.records import (
     Attempt,
     AttemptOutcome,
-    FailureClass,
     RunRecord,
     StageRecord,
 )
@@ -39,31 +39,6 @@ from refiner_core.report.printing import size
 
 Event = Mapping[str, Any]
 
-#: Text of a failure class in a timeline, where it differs from its name.
-WHAT: dict[FailureClass, str] = {
-    "none": "finished",
-    "interrupted": "stopped on request",
-    "time_limit": "time limit reached",
-    "node_failure": "node failed",
-    "launch_failure": "could not be started",
-    "system_outage": "scheduler or file system did not answer",
-    "killed": "killed without a message",
-    "out_of_memory": "host memory ran out",
-    "gpu_out_of_memory": "GPU memory ran out",
-    "gpu_error": "GPU error",
-    "disk_full": "disk full",
-    "judge_outage": "judge did not answer",
-    "judge_unusable": "judge gave no usable scores",
-    "environment_outage": "environment or user failed",
-    "hub_outage": "Hub did not answer",
-    "hub_refused": "Hub refused",
-    "not_finite": "loss, norm or reward was not finite",
-    "unhealthy": "stopped by a health check",
-    "monitor_pause": "paused by its monitor",
-    "bad_configuration": "configuration refused",
-    "bad_data": "data refused",
-    "unsupported": "not supported here",
-}
 _DISK_EVENTS = ("short", "reclaimed", "room")
 _STEP = re.compile(r"sav\w+ .*?step (\d+)")
 
@@ -201,7 +176,7 @@ def _incident(
 
 def _what(stage: StageHistory, attempt: Attempt, outcome: AttemptOutcome) -> str:
     """``EDQUOT (errno 122) while saving step 100 on n3``."""
-    what = WHAT.get(outcome.failure, outcome.failure.replace("_", " "))
+    what = in_words(outcome.failure)
     if outcome.errno is not None:
         name = errno.errorcode.get(outcome.errno, "error")
         said = f"{name} (errno {outcome.errno})"
