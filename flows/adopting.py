@@ -21,7 +21,8 @@ from typing import Any, Literal
 import yaml
 
 from infra.external.detection import DetectedCheckpoint, choose, detect, prove
-from infra.external.exports import copy, link, missing_in, model_files, open_file
+from infra.external.exports import copy, missing_in, model_files, open_file
+from infra.host.files import link
 from infra.host.processes import ProcessId
 from infra.store import atomic
 from infra.store.atomic import no_space_guard

@@ -44,7 +44,7 @@ def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConf
     return apply_overrides(replace(RecipeConfig(), disk=config), overrides).disk
 
 
-class DiskReport(NamedTuple):
+class _DiskReport(NamedTuple):
     """Use of a workspace by run and kind, and the content of ``refiner disk --json``."""
 
     rows: list[UsageRow]
@@ -53,7 +53,7 @@ class DiskReport(NamedTuple):
 
 def disk_report(
     workspace: str | Path = RecipeConfig.workspace, overrides: Sequence[str] = ()
-) -> DiskReport:
+) -> _DiskReport:
     """Use of a workspace by run and kind, free space, and what may be deleted.
 
     Parameters
@@ -65,7 +65,7 @@ def disk_report(
 
     Returns
     -------
-    DiskReport
+    _DiskReport
         ``rows``, and ``json`` with the complete report.
 
     Raises
@@ -119,7 +119,7 @@ def disk_report(
         "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
         "caches": [{"path": str(i.path), "bytes": i.size.bytes} for i in caches],
     }
-    return DiskReport(rows, value)
+    return _DiskReport(rows, value)
 
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:

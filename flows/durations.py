@@ -44,7 +44,7 @@ from refiner_core.rubrics import load_rubric_set
 from sweeps.forecast import samples_per_prompt
 
 
-class GpuRates(NamedTuple):
+class _GpuRates(NamedTuple):
     """Dense bfloat16 operations per second without sparsity, and bytes per second of the memory, by
     the maker's data sheet."""
 
@@ -53,14 +53,14 @@ class GpuRates(NamedTuple):
 
 
 GPUS = {
-    "A100": GpuRates(312e12, 2.0e12),
-    "H100 PCIe": GpuRates(756e12, 2.0e12),
-    "H100": GpuRates(989e12, 3.35e12),
-    "H200": GpuRates(989e12, 4.8e12),
-    "B200": GpuRates(2250e12, 8.0e12),
-    "L40S": GpuRates(362e12, 0.86e12),
-    "A10": GpuRates(125e12, 0.6e12),
-    "RTX 4090": GpuRates(165e12, 1.0e12),
+    "A100": _GpuRates(312e12, 2.0e12),
+    "H100 PCIe": _GpuRates(756e12, 2.0e12),
+    "H100": _GpuRates(989e12, 3.35e12),
+    "H200": _GpuRates(989e12, 4.8e12),
+    "B200": _GpuRates(2250e12, 8.0e12),
+    "L40S": _GpuRates(362e12, 0.86e12),
+    "A10": _GpuRates(125e12, 0.6e12),
+    "RTX 4090": _GpuRates(165e12, 1.0e12),
 }
 
 
@@ -165,7 +165,7 @@ class Hardware:
     certificate of such a machine."""
 
     name: str
-    gpu: GpuRates | None
+    gpu: _GpuRates | None
     certificate: Certificate | None
 
     def measured(self, check: str, parameters: int) -> float | None:
@@ -272,7 +272,7 @@ class _Stage:
         file = (self.report.get("files") or {}).get(f"{name}.parquet") or {}
         return int(file["rows"]) if "rows" in file else None
 
-    def require_gpu(self) -> GpuRates:
+    def require_gpu(self) -> _GpuRates:
         """Figures of the stage's GPU, without which there is no forecast."""
         if self.hardware.gpu is None:
             what = "of CPUs" if self.hardware.name == "CPU" else f"of {self.hardware.name}"
@@ -476,7 +476,7 @@ def judge_use(config: RecipeConfig) -> tuple[float, float, float]:
 
 
 @dataclass(frozen=True)
-class MonitorCost:
+class _MonitorCost:
     """Judge calls of GRPO's monitor: ``share`` is that of the training's own, None if these are
     none."""
 
@@ -493,7 +493,7 @@ class MonitorCost:
         return f"monitor: {self.looks} looks at {self.prompts} prompts, {calls}"
 
 
-def monitor_cost(config: RecipeConfig) -> MonitorCost | None:
+def monitor_cost(config: RecipeConfig) -> _MonitorCost | None:
     """The cost of a recipe's monitor; None without one."""
     if not monitors(config):
         return None
@@ -503,7 +503,7 @@ def monitor_cost(config: RecipeConfig) -> MonitorCost | None:
     rollouts = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
     served = config.judge.kind != "lexical"
     own = grpo.num_training_steps * rollouts * judge_use(config)[0] if served else 0.0
-    return MonitorCost(looks, prompts, round(calls), calls / own if own else None)
+    return _MonitorCost(looks, prompts, round(calls), calls / own if own else None)
 
 
 def _calls_for_total(config: RecipeConfig) -> float:

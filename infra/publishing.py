@@ -20,13 +20,13 @@ import builtins
 import contextlib
 import errno
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from infra.host.files import link
 from infra.store import atomic
 from infra.store.atomic import no_space_guard, put_back, swap_in
 from infra.store.stage_records import CARD, EVIDENCE, PublishedState, published_at, read_evidence
@@ -346,7 +346,7 @@ class _FolderPublication:
                 at, known = temporary / file.name, there.get(file.sha256)
                 at.parent.mkdir(parents=True, exist_ok=True)
                 whole = known and known.is_file() and known.stat().st_size == file.bytes
-                if not (known and whole and _linked(known, at)):
+                if not (known and whole and link(known, at)):
                     self._copy(file, at)
                 done = Progress(number + 1, len(self.publication.files), f"wrote {file.name}")
                 self.progress(done)
@@ -433,7 +433,7 @@ def _keep_strangers(place: Path, temporary: Path, before: PublishedState | None)
             continue
         if path.is_dir() and not path.is_symlink():
             at.mkdir(parents=True, exist_ok=True)
-        elif path.is_symlink() or not _linked(path, at):
+        elif path.is_symlink() or not link(path, at):
             shutil.copy2(path, at, follow_symlinks=False)
 
 
@@ -450,13 +450,3 @@ def _refused_by_name(target: Path) -> Iterator[None]:
             expected="a folder in which you may create files",
             fix="correct its permissions, or name another one with `publish.path=`",
         ) from error
-
-
-def _linked(old: Path, new: Path) -> bool:
-    try:
-        os.link(old, new)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return False
-    return True

@@ -1,6 +1,6 @@
 """Checks of a model's files: refuse at once what would fail after hours; notes on judges.
 
-In: a model reference; a recipe's configuration. Out: :class:`ModelFiles`, from a local folder or
+In: a model reference; a recipe's configuration. Out: :class:`_ModelFiles`, from a local folder or
 the Hub client's cache; or a refusal with the numbers and the field to change. Takes milliseconds
 and no torch; a model that is not downloaded yet is not checked. Unreadable files are left to the
 loader (:func:`refiner_core.training.model.loading.check_model`), whose messages are better.
@@ -28,14 +28,14 @@ from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import all_under
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.types import WITHOUT_REASONING
-from refiner_core.generation.completions import recurrent_layers
+from refiner_core.generation.completions import check_positions, recurrent_layers
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
 _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class ModelFiles:
+class _ModelFiles:
     """A folder with a model or tokenizer.
 
     ``whole`` is False if files may still be missing (an unfinished download): then missing files
@@ -88,6 +88,14 @@ class ModelFiles:
         patterns = ("*.safetensors", "pytorch_model*.bin", _INDEX)
         return any(next(self.folder.glob(p), None) for p in patterns)
 
+    @property
+    def switches_reasoning(self) -> bool:
+        """Whether its chat template has the switch of models that reason by default."""
+        path = self.folder / "chat_template.jinja"
+        own = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        found = own or self.json("tokenizer_config.json").get("chat_template")
+        return _SWITCHES[0] in str(found)
+
     def id_from(self, words: int) -> int | None:
         """The tokenizer's highest id, if it is ``words`` or more."""
         path = self.folder / "tokenizer.json"
@@ -95,14 +103,14 @@ class ModelFiles:
         return highest if highest is not None and highest >= words else None
 
 
-def model_files(ref: str, revision: str) -> ModelFiles | None:
+def model_files(ref: str, revision: str) -> _ModelFiles | None:
     """The files of ``builtin:…``, a folder, or a Hub id whose snapshot is in the cache."""
     try:
         resolved = resolve_ref(ref)
     except RefinerError:
         return None  # reported when sources are resolved
     if ref.startswith(BUILTIN_PREFIX) or Path(resolved).is_dir():
-        return ModelFiles(Path(resolved), whole=True)
+        return _ModelFiles(Path(resolved), whole=True)
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -111,7 +119,7 @@ def model_files(ref: str, revision: str) -> ModelFiles | None:
         return None  # no repository name; reported when sources are resolved
     if not isinstance(found, str):
         return None
-    files = ModelFiles(Path(found).parent, whole=False)
+    files = _ModelFiles(Path(found).parent, whole=False)
     blobs = files.folder.parents[1] / "blobs"
     on_their_way = next(blobs.glob("*.incomplete"), None) is not None
     return replace(files, whole=not on_their_way and files.has_weights and not files.missing_shards)
@@ -194,7 +202,7 @@ def layer_notes(config: RecipeConfig) -> list[str]:
 # ---------------------------------------------------------------- tokenizer
 
 
-def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
+def _check_tokenizer(config: RecipeConfig, files: _ModelFiles) -> None:
     """A tokenizer exists, and has an end-of-text token."""
     field = _tokenizer_field(config)
     if files.whole and not files.has(*_TOKENIZERS):
@@ -215,7 +223,7 @@ def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
         )
 
 
-def _check_template(config: RecipeConfig, files: ModelFiles) -> None:
+def _check_template(config: RecipeConfig, files: _ModelFiles) -> None:
     """Conversations can be rendered."""
     if config.model.chat_template is not None:
         return
@@ -240,7 +248,7 @@ def _tokenizer_field(config: RecipeConfig) -> str:
 # ---------------------------------------------------------------- weights
 
 
-def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
+def _check_weights(config: RecipeConfig, model: _ModelFiles) -> None:
     """All files exist, are complete, and have the configuration's shape."""
     missing, why = model.missing_shards if model.whole else [], ""
     if missing:
@@ -258,7 +266,7 @@ def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
         )
 
 
-def _check_vocabulary(config: RecipeConfig, model: ModelFiles, tokenizer: ModelFiles) -> None:
+def _check_vocabulary(config: RecipeConfig, model: _ModelFiles, tokenizer: _ModelFiles) -> None:
     """Every token id has an embedding; embeddings without an id are padding."""
     words = model.text_config.get("vocab_size")
     if not isinstance(words, int) or (highest := tokenizer.id_from(words)) is None:
@@ -276,7 +284,7 @@ def _check_vocabulary(config: RecipeConfig, model: ModelFiles, tokenizer: ModelF
 # ---------------------------------------------------------------- layers
 
 
-def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
+def _check_window(config: RecipeConfig, model: _ModelFiles) -> None:
     """The longest prompt with the longest response fits into the positions."""
     text, grpo = model.text_config, config.grpo
     window, longest = text.get("max_position_embeddings"), config.data.max_prompt_token_length
@@ -298,7 +306,7 @@ def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
             )
 
 
-def _check_head(config: RecipeConfig, model: ModelFiles) -> None:
+def _check_head(config: RecipeConfig, model: _ModelFiles) -> None:
     """The output head alone gives the logits."""
     text = model.text_config
     cap = text.get("final_logit_softcapping")
@@ -316,10 +324,6 @@ def _check_head(config: RecipeConfig, model: ModelFiles) -> None:
 
 # ---------------------------------------------------------------- notes
 
-#: Kinds of rotary positions that follow the longest sequence of a batch beyond a first window;
-#: ``su`` is the former name of ``longrope``.
-_BY_LONGEST = ("dynamic", "longrope", "su")
-
 
 def position_notes(config: RecipeConfig) -> list[str]:
     """A note if samples may be longer than positions that are independent of the batch: such a
@@ -328,29 +332,17 @@ def position_notes(config: RecipeConfig) -> list[str]:
     model = model_files(config.model.name_or_path, config.model.revision) if stages else None
     if model is None:
         return []
-    text = model.text_config
-    ropes = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = ropes.get("rope_type") or ropes.get("type")
-    if kind not in _BY_LONGEST:
-        return []
-    window = text.get("max_position_embeddings")
-    if kind != "dynamic":
-        name = "original_max_position_embeddings"
-        window = ropes.get(name) or text.get(name) or window
     grpo = config.grpo
     prompt = config.data.max_prompt_token_length
     answered = min(prompt + grpo.response_length, grpo.max_token_length)
     longest = {"sft": config.sft.pack_length, "rft": config.rft.pack_length}
     longest["grpo"] = grpo.max_token_length if config.environment.name else answered
-    most = max(longest[stage] for stage in stages)
-    if not isinstance(window, int) or most <= window:
-        return []
-    return [
-        f"The positions of {config.model.name_or_path} ({kind}) depend on the longest sample of a "
-        f"batch beyond {window} tokens, and samples may have {most}: longer ones are refused when "
-        f"training starts. Keep {' and '.join(sorted(stages))} within {window} tokens "
-        "(pack_length, max_token_length, data.max_prompt_token_length)."
-    ]
+    try:
+        check_positions(model.text_config, max(longest[stage] for stage in stages))
+    except UnsupportedError as error:
+        what = f"{config.model.name_or_path} is refused when training starts. {error.what}"
+        return [f"{what}. To avoid it: {error.fix}."]
+    return []
 
 
 # ---------------------------------------------------------------- judges that reason
@@ -390,57 +382,12 @@ def _is_cut(judge: JudgeConfig) -> bool:
     if "reasoning_effort" in body or "reasoning" in body:
         return False
     given = body.get("chat_template_kwargs") or {}
+    if any(given.get(name) is False for name in _SWITCHES) or "reasoning_effort" in given:
+        return False
     files = model_files(judge.model, judge.revision or "main")
-    found = None if files is None else _template_reasons(files, given)
-    if found is not None:
-        return found
-    off = any(given.get(name) is False for name in _SWITCHES) or "reasoning_effort" in given
-    return reasons_by_name(judge.model) and not off
+    return reasons_by_name(judge.model) or (files is not None and files.switches_reasoning)
 
 
 def reasons_by_name(model: str) -> bool:
     """Tell whether a model is of a family that reasons unless it is asked not to."""
     return bool(_REASONS.search(model))
-
-
-def _template_reasons(files: ModelFiles, given: Mapping[str, Any]) -> bool | None:
-    """Tell whether a prompt of the model's chat template invites reasoning; None without a
-    readable template.
-
-    It does if it opens the reasoning itself, or if a switch would change it, which is not off.
-    """
-    template = _template_of(files)
-    prompt = None if template is None else _prompt(template, given)
-    if template is None or prompt is None:
-        return None
-    if prompt.rpartition("<think>")[1] and "</think>" not in prompt.rpartition("<think>")[2]:
-        return True
-    for name in _SWITCHES:
-        on, off = (_prompt(template, {**given, name: value}) for value in (True, False))
-        if prompt == on != off:
-            return True
-    return False
-
-
-def _template_of(files: ModelFiles) -> str | None:
-    path = files.folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8", errors="replace")
-    found = files.json("tokenizer_config.json").get("chat_template")
-    return found if isinstance(found, str) else None
-
-
-def _prompt(template: str, arguments: Mapping[str, Any]) -> str | None:
-    """The prompt for a question, as servers render it; None if the template cannot be rendered."""
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    rendering = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    messages = [{"role": role, "content": "question"} for role in ("system", "user")]
-    values = {"messages": messages, "tools": None, "add_generation_prompt": True, **arguments}
-    try:
-        return rendering.from_string(template).render(values)
-    except (jinja2.TemplateError, TypeError, ValueError):
-        return None

@@ -1,7 +1,7 @@
 """GPUs, memory and programs that a plan needs, before anything runs.
 
 In: a plan, the model's files; this machine's GPUs, or those of the cluster's nodes as `sinfo` lists
-them. Out: a :class:`GpuUse` (who sits where, how many are used at the same time, whether they are
+them. Out: a :class:`_GpuUse` (who sits where, how many are used at the same time, whether they are
 there; a run refuses what this machine never has); estimates of memory by stage, which is unknown
 before a job runs; notes; and refusals for missing programs. Nothing heavy is imported.
 """
@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from flows.checking.attacks import attack_notes
 from flows.checking.models import judge_notes, layer_notes, model_files, position_notes
 from infra.disk.forecast import ModelSize, model_size
 from infra.host.gpus import gpus_here, too_many_gpus
+from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.training import training_notes
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig, ServeConfig
 from refiner_core.contract.errors import SystemOutage, UnsupportedError
+from refiner_core.contract.fingerprint import digest, identity_values
 from refiner_core.contract.placement import (
     STAGES,
     MemoryNeed,
@@ -65,7 +67,7 @@ class GpuJob:
 
 
 @dataclass(frozen=True)
-class GpuUse:
+class _GpuUse:
     """GPUs of a plan.
 
     Attributes
@@ -97,7 +99,7 @@ class GpuUse:
         return sum(job.gpus for job in self.jobs)
 
 
-def gpu_use(plan: Plan) -> GpuUse | None:
+def gpu_use(plan: Plan) -> _GpuUse | None:
     """GPUs of a plan; None if no stage has any."""
     together = stages_at_once(plan.stages)
     jobs = tuple(_job(plan, stage) for stage in together)
@@ -111,13 +113,13 @@ def gpu_use(plan: Plan) -> GpuUse | None:
     try:
         there = len(gpus_here())
     except SystemOutage as error:
-        return GpuUse("local", jobs, most, None, error.what, error.fix)
+        return _GpuUse("local", jobs, most, None, error.what, error.fix)
     refusal = too_many_gpus({job.stage: job.gpus for job in jobs}, there)
     why = (refusal.what, refusal.fix) if refusal else ()
-    return GpuUse("local", jobs, most, (there,), *why)
+    return _GpuUse("local", jobs, most, (there,), *why)
 
 
-def _on_cluster(plan: Plan, jobs: tuple[GpuJob, ...], most: int) -> GpuUse:
+def _on_cluster(plan: Plan, jobs: tuple[GpuJob, ...], most: int) -> _GpuUse:
     from infra.slurm.nodes import gpus_of_nodes
     from infra.slurm.profiles import load_profile
 
@@ -129,7 +131,7 @@ def _on_cluster(plan: Plan, jobs: tuple[GpuJob, ...], most: int) -> GpuUse:
         fix = f"name a larger partition in profile {profile.name!r}, or ask for fewer GPUs: "
         fix += f"{jobs[0].stage}.resources.gpus"
         fix += ", judge.resources.gpus" if len(jobs) > 1 else ""
-    return GpuUse("slurm", jobs, most, nodes, lacks, fix)
+    return _GpuUse("slurm", jobs, most, nodes, lacks, fix)
 
 
 def fits(jobs: Iterable[GpuJob], nodes: Sequence[int]) -> bool:
@@ -328,6 +330,28 @@ def planning_notes(plan: Plan) -> list[str]:
                 f"for {size(asked)} ({need.stage}.resources.memory_gb): {said}."
             )
     return notes
+
+
+def attacks_file(config: RecipeConfig) -> Path:
+    """File of the attacks on a recipe's reward, as its judge scores it."""
+    name = digest(identity_values(config, ("reward", "judge")))[:12]
+    return Workspace.read_only(config.workspace).layout.attacks / f"{name}.json"
+
+
+def attack_notes(config: RecipeConfig) -> list[str]:
+    """A note on attacks that pay; none if the reward was not attacked, or none of them pays."""
+    if config.environment.name or not {"grpo", "sample"} & {*config.stages}:
+        return []
+    found = atomic.read_json(attacks_file(config))
+    paid = [one["name"] for one in found["attacks"] if one["pays"]] if found else []
+    if not found or not paid:
+        return []
+    rows = found["honest"]["n"]
+    return [
+        f"{len(paid)} of {len(found['attacks'])} attacks on this reward pay ({', '.join(paid)}; "
+        f"{rows} rows): training may find them. The fields reward.penalties.* set prices, and "
+        "refiner reward attack shows what they close."
+    ]
 
 
 def _asked(config: RecipeConfig, need: MemoryNeed) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from refiner_core.contract.checks.environment import BUILTIN_ROWS
 from refiner_core.contract.config import DataConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, no_such
+from refiner_core.contract.files import readable
 from refiner_core.contract.kinds.serving import JUDGE_WEIGHTS
 from refiner_core.contract.planned import HUB_DIGEST
 from refiner_core.contract.protocols import all_under, refused_under, under
@@ -204,16 +205,10 @@ def _template_digest(name: str) -> str:
     from refiner_core.cards.build import check_template
 
     path = Path(name)
-    try:
+    expected = "a Jinja file in UTF-8, such as `refiner card template` prints"
+    with readable(f"publish.card_template {path}", expected):
         data = path.expanduser().read_bytes()
         text = data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
-        raise ConfigurationError(
-            f"publish.card_template {path} cannot be read ({why}).",
-            expected="a Jinja file such as `refiner card template` prints",
-            fix="correct publish.card_template, or drop it for the shipped one",
-        ) from error
     check_template(text)
     return hashlib.sha256(data).hexdigest()
 

@@ -26,8 +26,9 @@ from flows.running.console import trials_text
 from flows.running.foreground import CallObserver
 from infra.host.processes import ProcessId, host_name
 from infra.host.secrets import masked
+from infra.jobs.failures import in_words
 from infra.orchestrator.reconcile import paused_after
-from infra.orchestrator.timeline import WHAT, rough
+from infra.orchestrator.timeline import rough
 from infra.store.layout import call_title, is_sweep
 from infra.store.orchestrators import OrchestratorProcess
 from infra.store.workspace import Workspace
@@ -147,12 +148,6 @@ def line(text: str, limit: int = 500) -> str:
     return textwrap.shorten(text, limit, placeholder=" …")
 
 
-def what(cause: str) -> str:
-    """A failure class in words."""
-    said: Mapping[Any, str] = WHAT  # `cause` may be unknown
-    return said.get(cause, cause.replace("_", " "))
-
-
 def finished(
     topic: Topic, views: Mapping[str, StageView], numbers: Sequence[Mapping[str, Any]]
 ) -> Message:
@@ -191,14 +186,14 @@ def failed(topic: Topic, views: Mapping[str, StageView], causes: Mapping[str, st
     ended.sort(key=lambda v: (v.state != "failed", v.message.startswith("needs ")))
     first, lines = ended[0], []
     for view in ended[:_LINES]:
-        lines.append(f"{view.name}: {what(causes[view.name])}: {line(view.message)}")
+        lines.append(f"{view.name}: {in_words(causes[view.name])}: {line(view.message)}")
         lines += [f"  log: {view.log}"] if view.log else []
     happened, then = "has failed", f"logs {first.name}"
     if first.state == "interrupted":  # it has given up
         happened, then = "stands still", "resume"
         lines.append(KEPT)
     cause = causes[first.name]
-    happened += f": {first.name}, {what(cause)}"
+    happened += f": {first.name}, {in_words(cause)}"
     stages = ", ".join(v.name for v in ended)
     return topic.message("failed", happened, "\n".join(lines), then, stage=stages, cause=cause)
 
@@ -219,7 +214,7 @@ def paused(topic: Topic, cause: str, stages: Sequence[str], reason: str) -> Mess
     """A pause has lasted for some time."""
     text = f"{', '.join(stages)}: {line(reason)}\nIt continues by itself when that is over."
     then = "disk" if cause == "disk_full" else "status"
-    happened, stage = f"pauses: {what(cause)}", ", ".join(stages)
+    happened, stage = f"pauses: {in_words(cause)}", ", ".join(stages)
     return topic.message("paused", happened, text, then, stage=stage, cause=cause)
 
 

@@ -37,7 +37,7 @@ from flows.running.calls import (
 from flows.running.console import Console
 from flows.running.foreground import LaunchOptions
 from flows.stored import rollouts_by_step
-from infra.external.exports import link
+from infra.host.files import link
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import make_router
 from infra.store import atomic

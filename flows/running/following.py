@@ -8,7 +8,6 @@ means that another process has taken up the call: earlier lines are history.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from infra.host.files import again
+from infra.orchestrator.timeline import events_in
 from infra.store.layout import sweep_call
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import SweepRecord, from_json
@@ -159,11 +159,7 @@ class Follower:
 
     def _new_events(self) -> Iterator[Mapping[str, Any]]:
         whole, self._position = new_lines(self._log, self._position)
-        for line in whole:
-            try:
-                yield json.loads(line)
-            except ValueError:  # its writer was killed while writing
-                continue
+        yield from events_in(whole)
 
 
 class SweepFollower:

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import FrameType
 
@@ -207,17 +206,8 @@ def run_shown(
 def _until_joined(
     orchestrator: Orchestrator, console: Console, observer: CallObserver, signals: _StopSignals
 ) -> dict[str, StageView]:
-    ended: Future[dict[str, StageView]] = Future()
-
-    def join() -> None:
-        try:
-            ended.set_result(orchestrator.join())
-        except BaseException as error:  # raised again in the main thread
-            ended.set_exception(error)
-
     # The main thread stays free for the terminal and Ctrl-C.
-    threading.Thread(target=join, name="orchestrator-join", daemon=True).start()
-    while not wait([ended], _REFRESH_S).done:
+    while not orchestrator.wait(_REFRESH_S):
         if by := signals.asked():
             observer.stop_requested(f"stopped by {by}")
             orchestrator.request_stop(by)
@@ -230,4 +220,4 @@ def _until_joined(
             observer.show(views)
         except KeyboardInterrupt:  # from a handler installed later
             signals.note(signal.SIGINT)
-    return ended.result()
+    return orchestrator.join()

@@ -27,7 +27,7 @@ from infra.orchestrator.timeline import Incident, devices_of, first_line, run_ev
 from infra.store.orchestrators import OrchestratorProcess, orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, DispatchConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.records import RunRecord, StageRecord, all_malformed, from_json, picked
@@ -153,11 +153,7 @@ def the_stage(run: RunRecord, name: str) -> str:
         The run has no such stage; the message lists its stages.
     """
     if name not in run.stages:
-        raise ConfigurationError(
-            f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
-            expected=f"one of: {', '.join(stage_names(run))}",
-            fix="name one of these",
-        )
+        raise no_such(f"Run {run.run} has no stage", name, stage_names(run))
     return run.stages[name]
 
 
@@ -216,7 +212,7 @@ def is_finished(workspace: Workspace, stages: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class DiskStatus:
+class _DiskStatus:
     """Free space where the data lie, by the tightest quota, else by the file system.
 
     ``source`` names which.
@@ -265,7 +261,7 @@ class BackgroundRouter(Router):
         return {**{a.ref: (answer or {}).get(a.ref, JobStatus("unknown")) for a in far}, **seen}
 
 
-def _disk_status(prober: Prober, hurry: _BackgroundQuery[FreeSpace]) -> DiskStatus | None:
+def _disk_status(prober: Prober, hurry: _BackgroundQuery[FreeSpace]) -> _DiskStatus | None:
     """Free space; the file system's own figures if quotas are not answered in time. None if the
     folder does not exist."""
     folder = prober.folder
@@ -276,8 +272,8 @@ def _disk_status(prober: Prober, hurry: _BackgroundQuery[FreeSpace]) -> DiskStat
     ws = hurry.ask(prober.look)
     if ws is None or ws.limit_bytes is None:
         # Without the blocks reserved for the administrator, as in `refiner disk`.
-        return DiskStatus(str(folder), use.free, use.used + use.free, "file system")
-    return DiskStatus(str(folder), ws.free_bytes, ws.limit_bytes, ws.source)
+        return _DiskStatus(str(folder), use.free, use.used + use.free, "file system")
+    return _DiskStatus(str(folder), ws.free_bytes, ws.limit_bytes, ws.source)
 
 
 #: Wait for the scheduler, seconds. A healthy one answers sooner; a dead one after a minute.
@@ -343,7 +339,7 @@ class RunStatus:
     orchestrator: OrchestratorProcess
     stages: tuple[StageStatus, ...]
     incidents: tuple[Incident, ...]
-    disk: DiskStatus | None
+    disk: _DiskStatus | None
     scheduler: str = ""
     cancel_asked: Mapping[str, Any] | None = None
     outage: str = ""

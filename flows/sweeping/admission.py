@@ -27,6 +27,7 @@ from flows.running.calls import CodeSnapshot, pin_code, record_run
 from flows.sweeping.budget import Budget
 from flows.sweeping.forecasting import canary_text, forecast_lines
 from flows.sweeping.status import last_words
+from infra.host.files import link
 from infra.jobs.failures import is_outage
 from infra.orchestrator.members import EventLog, Member, MemberSource
 from infra.orchestrator.timeline import first_line
@@ -443,9 +444,7 @@ class Admission(MemberSource):
         run = record_run(plan, self.workspace, recipe, trial.overrides, once, **more)
         if pinned.diff:
             path = self.workspace.layout.run(run.run).diff
-            try:
-                os.link(self._diff, path)
-            except OSError:  # the first one, or a file system without hard links
+            if not link(self._diff, path):  # the first one, or there are no hard links here
                 atomic.write_text(path, pinned.diff)
                 self._diff = path
         self.workspace.write_run(run)

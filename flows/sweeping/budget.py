@@ -14,17 +14,14 @@ the trial in question by their forecast. Unknown amounts count as zero.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
-from infra.orchestrator.timeline import StageHistory, incidents_of, seconds_between
-from infra.store import atomic
+from infra.orchestrator.timeline import StageHistory, devices_of, incidents_of, seconds_between
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
-from refiner_core.contract.kinds import section_name
-from refiner_core.contract.records import StageRecord, from_json
+from refiner_core.contract.records import StageRecord
 from refiner_core.contract.services import is_service
 from sweeps.forecast import StageForecast, SweepForecast, amount
 from sweeps.values import Limits, Trial
@@ -85,18 +82,12 @@ def judge_calls_in(report: Mapping[str, Any]) -> int | None:
 
 
 class UsageReader:
-    """Reads the use of stages; remembers what cannot change.
+    """Reads the use of stages; remembers what cannot change."""
 
-    ``kept`` is a file written by :meth:`keep`, if there is one.
-    """
-
-    def __init__(self, workspace: Workspace, kept: Path | None = None) -> None:
+    def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self._finished: set[str] = set()
         self._done: dict[str, ResourceUsage] = {}
-        self._kept: dict[str, list[Any]] = {}
-        if kept is not None:
-            self._kept = (workspace.read_control(kept) or {}).get("stages", {})
 
     def is_done(self, stage_id: str) -> bool:
         """True if a stage is done."""
@@ -106,8 +97,8 @@ class UsageReader:
 
     def of(self, stage_id: str) -> ResourceUsage:
         """Use of one stage; zero before it has begun."""
-        if found := self._done.get(stage_id) or self._from_file(stage_id):
-            return found
+        if stage_id in self._done:
+            return self._done[stage_id]
         record = self.workspace.read_record(stage_id)
         if record is None or not record.attempts:
             return NOTHING
@@ -120,40 +111,10 @@ class UsageReader:
         """Use of several stages, each counted once."""
         return reduce(ResourceUsage.plus, map(self.of, dict.fromkeys(stage_ids)), NOTHING)
 
-    def keep(self, path: Path, stage_ids: Iterable[str]) -> None:
-        """Store the use of finished stages for other readers. One writer: the orchestrator of the
-        sweep."""
-        ids = dict.fromkeys(stage_ids)
-        found = {i: [self._stamp(i), asdict(self.of(i))] for i in ids}
-        known = {i: value for i, value in found.items() if i in self._done}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_json(path, {"version": 1, "stages": known})
-
-    def _from_file(self, stage_id: str) -> ResourceUsage | None:
-        """Stored use of a stage, if it was computed from the same result file."""
-        stamp, values = self._kept.get(stage_id) or (None, None)
-        if stamp is None or stamp != self._stamp(stage_id):
-            return None
-        self._done[stage_id] = found = from_json(ResourceUsage, values)
-        return found
-
-    def _stamp(self, stage_id: str) -> list[int] | None:
-        """Identifies a result file; None if there is none."""
-        try:
-            found = self.workspace.layout.stage(stage_id).result.stat()
-        except FileNotFoundError:
-            return None
-        return [found.st_size, found.st_mtime_ns]
-
     def _of(self, stage_id: str, record: StageRecord) -> ResourceUsage:
-        numbers = [a.number for a in record.attempts]
-        beats = {n: self.workspace.read_heartbeat(stage_id, n) or {} for n in numbers}
-        seconds = sum(
-            float(a.seconds if a.seconds is not None else beats[a.number].get("seconds") or 0.0)
-            for a in record.attempts
-        )
+        history = StageHistory.read(self.workspace, record.spec.name, stage_id, record)
+        seconds = sum(float(history.seconds(a) or 0.0) for a in record.attempts)
         gpus, cpus = self._devices(stage_id, record)
-        history = StageHistory(record.spec.name, stage_id, record, beats)
         incidents = incidents_of([history]) if len(record.attempts) > 1 else []
         waits = (
             seconds_between(a.claimed_at, a.started_at)
@@ -177,11 +138,8 @@ class UsageReader:
     def _devices(self, stage_id: str, record: StageRecord) -> tuple[int, int]:
         """GPUs and cores of all nodes, as requested by the newest attempt."""
         newest = self.workspace.layout.attempt(stage_id, record.attempts[-1].number)
-        config = self.workspace.part(newest, "config")
-        kind = record.spec.kind
-        asked = (config.get(section_name(kind)) or {}).get("resources") or {}
-        nodes = int(asked.get("nodes") or 1)
-        return int(asked.get("gpus") or 0) * nodes, int(asked.get("cpus") or 1) * nodes
+        config, kind = self.workspace.part(newest, "config"), record.spec.kind
+        return devices_of(config, kind), devices_of(config, kind, "cpus", 1)
 
     def _judge_calls(self, stage_id: str, record: StageRecord) -> int | None:
         if record.result is not None:

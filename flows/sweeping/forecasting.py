@@ -23,7 +23,6 @@ from typing import Any
 
 from flows.durations import FORECAST_KINDS, stage_time
 from flows.sweeping.budget import NOTHING, UsageReader, judge_calls_in
-from flows.sweeping.status import use_file
 from infra.disk.forecast import ForecastInputs, forecast_disk, size_of_model
 from infra.jobs.dispatcher import tail_of
 from infra.orchestrator.timeline import devices_of, rough
@@ -193,10 +192,8 @@ def forecast_of(
 def assumed_cost(workspace: Workspace, stage: PlannedStage, plan: Plan) -> AssumedCost:
     """The likely cost of a stage by the assumptions of ``refiner plan``, if it has a figure for the
     whole stage."""
-    if stage.kind not in FORECAST_KINDS:
-        return AssumedCost(None, None, "")
-    found = stage_time(stage, plan, workspace)
-    if found.per != "stage" or found.seconds is None:
+    found = stage_time(stage, plan, workspace) if stage.kind in FORECAST_KINDS else None
+    if found is None or found.per != "stage" or found.seconds is None:
         return AssumedCost(None, None, "")
     fast, likely, slow = found.seconds
     basis = f"assumed: {found.device}, {rough(fast)} to {rough(slow)} each"
@@ -303,5 +300,5 @@ def passed_by(
     """Limits of the sweep file that it would exceed, given the use of its stages so far."""
     limits, used = plan.sweep.limits, NOTHING
     if limits.gpu_hours is not None or limits.judge_calls is not None:
-        used = UsageReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())
+        used = UsageReader(workspace).total(plan.stages())
     return tuple(passed_limits(forecast, limits, picked(used, "gpu_hours", "judge_calls")))

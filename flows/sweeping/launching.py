@@ -37,7 +37,6 @@ from flows.sweeping.admission import Admission, TrialVerdict, find_canary
 from flows.sweeping.budget import Budget, UsageReader
 from flows.sweeping.forecasting import forecast_json, forecast_of, passed_by
 from flows.sweeping.planning import SweepPreview, detectable_json, forecast_sweep, make_sweep_plan
-from flows.sweeping.status import use_file
 from infra.host.processes import ProcessId, host_name, user_name
 from infra.jobs.dispatch import make_router
 from infra.store import atomic
@@ -274,11 +273,10 @@ def work_on_sweep(
     with_space(config, lambda: take_up(workspace, call, regardless=launch.take_over))
     with_space(config, lambda: workspace.withdraw_cancel(call))
     name, limits, finished = record.name, plan.sweep.limits, is_finished(workspace, plan.stages())
-    use = UsageReader(workspace, use_file(workspace, name))
     admission = Admission(
         plan,
         workspace,
-        Budget(limits, use),
+        Budget(limits, UsageReader(workspace)),
         poll_s=config.dispatch.poll_s,
         corrected=lambda canary: forecast_of(plan, workspace, canary),
         passed=lambda forecast: passed_by(forecast, plan, workspace),
@@ -307,10 +305,6 @@ def work_on_sweep(
             observer=observer,
             begun=lambda: attach(workspace, call, console) if launch.use_server else None,
         )
-    try:  # for later readers; without it they take a second more
-        use.keep(use_file(workspace, name), plan.stages())
-    except OSError as error:
-        log.warning("the resource use of the sweep is not stored: %s", error)
     return SweepOutcome(
         record, workspace, admission.standing(), admission.held, admission.exit_code
     )

@@ -28,7 +28,6 @@ from infra.store.layout import is_sweep, sweep_call
 from infra.store.orchestrators import OrchestratorProcess, orchestrator_of
 from infra.store.sweep_records import (
     read_sweep,
-    sweep_folder,
     sweep_names,
     sweep_versions,
     trial_run,
@@ -124,7 +123,7 @@ class SweepWatcher:
 
     def __init__(self, workspace: Workspace, name: str) -> None:
         self.workspace, self.name = workspace, name
-        self.use = UsageReader(workspace, use_file(workspace, name))
+        self.use = UsageReader(workspace)
 
     def look(self) -> SweepStatus:
         """Current status of the sweep, by its newest version."""
@@ -186,11 +185,6 @@ class SweepWatcher:
             resumed = self.workspace.part(paths, "resumed")
             return {"stage": name, **progress_of(beat, resumed.get("step"))}
         return {}
-
-
-def use_file(workspace: Workspace, sweep: str) -> Path:
-    """File in which a sweep's orchestrator stores the use of finished stages."""
-    return sweep_folder(workspace, sweep) / "use.json"
 
 
 def last_words(workspace: Workspace, sweep: str) -> dict[str, Mapping[str, Any]]:

@@ -8,7 +8,6 @@ published.
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import os
 import shutil
@@ -17,6 +16,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from infra.external.checkpoints import ExternalCheckpoint, damage, newest_complete
+from infra.host.files import link
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 
 #: Files for resuming only; not part of a model.
@@ -182,18 +182,3 @@ def open_file(path: Path) -> BufferedReader:
         It is a link, or there is no permission.
     """
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
-
-
-def link(source: Path, target: Path) -> bool:
-    """Make a hard link; False if that is impossible (another file system, another user's file, a
-    link in its place)."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EEXIST):
-            raise
-        return False
-    if target.is_symlink():
-        target.unlink()
-        return False
-    return True

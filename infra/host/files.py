@@ -137,6 +137,21 @@ def make_folder(folder: Path) -> None:
         again(folder.mkdir, parents=True, exist_ok=True)
 
 
+def link(source: Path, target: Path) -> bool:
+    """Make a hard link; False if that is impossible (another file system, another user's file, a
+    link in its place)."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EEXIST):
+            raise
+        return False
+    if target.is_symlink():
+        target.unlink()
+        return False
+    return True
+
+
 def _refresh(filename: str | bytes | None) -> None:
     """Have a network file system ask its server again, by opening the folder."""
     if isinstance(filename, str | os.PathLike):

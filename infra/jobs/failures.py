@@ -42,12 +42,13 @@ class _ClassRule(NamedTuple):
 
     ``exhausted`` is the stage's state when no attempt of this call is left: ``interrupted`` where
     something outside must change first and the same command then continues, ``failed`` where a
-    person should look.
+    person should look. ``words`` says for people what happened, where the name does not.
     """
 
     remedy: Remedy
     exit_code: int
     exhausted: ViewState
+    words: str = ""
 
     @property
     def decision(self) -> Decision:
@@ -64,33 +65,45 @@ class _ClassRule(NamedTuple):
 
 #: The signs of each class are in the table of `infra/README.md`.
 CLASSES: dict[FailureClass, _ClassRule] = {
-    "none": _ClassRule("nothing", 0, "failed"),
-    "interrupted": _ClassRule("resume", 6, "interrupted"),
+    "none": _ClassRule("nothing", 0, "failed", "finished"),
+    "interrupted": _ClassRule("resume", 6, "interrupted", "stopped on request"),
     "cancelled": _ClassRule("stop", 6, "interrupted"),
     "preempted": _ClassRule("resume", 6, "interrupted"),
-    "time_limit": _ClassRule("resume", 6, "interrupted"),
-    "node_failure": _ClassRule("resume elsewhere", 1, "failed"),
-    "launch_failure": _ClassRule("pause, then resume", 1, "failed"),
-    "system_outage": _ClassRule("pause, then resume", 7, "interrupted"),
-    "killed": _ClassRule("resume", 1, "failed"),
-    "out_of_memory": _ClassRule("resume", 1, "failed"),
-    "gpu_out_of_memory": _ClassRule("resume", 1, "failed"),
-    "gpu_error": _ClassRule("resume elsewhere", 1, "failed"),
-    "disk_full": _ClassRule("free space, then resume", 5, "interrupted"),
+    "time_limit": _ClassRule("resume", 6, "interrupted", "time limit reached"),
+    "node_failure": _ClassRule("resume elsewhere", 1, "failed", "node failed"),
+    "launch_failure": _ClassRule("pause, then resume", 1, "failed", "could not be started"),
+    "system_outage": _ClassRule(
+        "pause, then resume", 7, "interrupted", "scheduler or file system did not answer"
+    ),
+    "killed": _ClassRule("resume", 1, "failed", "killed without a message"),
+    "out_of_memory": _ClassRule("resume", 1, "failed", "host memory ran out"),
+    "gpu_out_of_memory": _ClassRule("resume", 1, "failed", "GPU memory ran out"),
+    "gpu_error": _ClassRule("resume elsewhere", 1, "failed", "GPU error"),
+    "disk_full": _ClassRule("free space, then resume", 5, "interrupted", "disk full"),
     "hung": _ClassRule("resume", 1, "failed"),
-    "judge_outage": _ClassRule("pause, then resume", 7, "interrupted"),
-    "judge_unusable": _ClassRule("resume", 7, "failed"),
-    "environment_outage": _ClassRule("pause, then resume", 7, "interrupted"),
-    "hub_outage": _ClassRule("pause, then resume", 7, "interrupted"),
-    "hub_refused": _ClassRule("stop", 9, "interrupted"),
-    "not_finite": _ClassRule("stop", 1, "failed"),
-    "unhealthy": _ClassRule("stop", 1, "failed"),
-    "monitor_pause": _ClassRule("stop", 6, "interrupted"),
-    "bad_configuration": _ClassRule("stop", 2, "failed"),
-    "bad_data": _ClassRule("stop", 3, "failed"),
-    "unsupported": _ClassRule("stop", 8, "failed"),
+    "judge_outage": _ClassRule("pause, then resume", 7, "interrupted", "judge did not answer"),
+    "judge_unusable": _ClassRule("resume", 7, "failed", "judge gave no usable scores"),
+    "environment_outage": _ClassRule(
+        "pause, then resume", 7, "interrupted", "environment or user failed"
+    ),
+    "hub_outage": _ClassRule("pause, then resume", 7, "interrupted", "Hub did not answer"),
+    "hub_refused": _ClassRule("stop", 9, "interrupted", "Hub refused"),
+    "not_finite": _ClassRule("stop", 1, "failed", "loss, norm or reward was not finite"),
+    "unhealthy": _ClassRule("stop", 1, "failed", "stopped by a health check"),
+    "monitor_pause": _ClassRule("stop", 6, "interrupted", "paused by its monitor"),
+    "bad_configuration": _ClassRule("stop", 2, "failed", "configuration refused"),
+    "bad_data": _ClassRule("stop", 3, "failed", "data refused"),
+    "unsupported": _ClassRule("stop", 8, "failed", "not supported here"),
     "bug": _ClassRule("resume", 70, "failed"),
 }
+
+
+def in_words(failure: str) -> str:
+    """A failure class, or another cause, for people."""
+    rule = CLASSES.get(failure)  # type: ignore[call-overload]  # it may be another cause
+    return (rule.words if rule else "") or failure.replace("_", " ")
+
+
 _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (errors.NoSpaceError, "disk_full"),
     (errors.Interrupted, "interrupted"),

@@ -87,6 +87,11 @@ class Executor:
     #: Stage id -> the run that continues with it.
     _spared: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether all members are to end."""
+        return self.stop_request is not None
+
     def _note(self, stage: PlannedStage, event: str, **more: Any) -> None:
         """Add a line to the log of the run that starts the stage."""
         self.homes[stage.id].note({"event": event, "stage": stage.name, **more})

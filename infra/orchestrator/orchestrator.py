@@ -229,6 +229,11 @@ class Orchestrator:
         self.begin()
         self._thread.start()
 
+    def wait(self, seconds: float) -> bool:
+        """Wait at most so long; True once nothing is left to do."""
+        # Not `Thread.join`: after a Ctrl-C in it, Python considers the thread ended (bpo-45274).
+        return self._ended.wait(seconds)
+
     def join(self) -> dict[str, StageView]:
         """Wait until nothing is left to do, and return the last views.
 
@@ -237,8 +242,7 @@ class Orchestrator:
         Exception
             The error that ended the thread.
         """
-        # Not `Thread.join`: after a Ctrl-C in it, Python considers the thread ended (bpo-45274).
-        while not self._ended.wait(1.0):
+        while not self.wait(1.0):
             pass
         if self._error is not None:
             raise self._error
@@ -255,7 +259,7 @@ class Orchestrator:
             The code of a run is gone or differs from its digest.
         """
         self.source.begin()
-        self.members += self.source.admit(self._actor.stop_request is not None)
+        self.members += self.source.admit(self._actor.stopping)
         self._round(act=False)
 
     def work(self, wait: Callable[[float], None]) -> None:
@@ -272,9 +276,7 @@ class Orchestrator:
     def step(self) -> bool:
         """One round: observe, decide, act. True when nothing is left to do."""
         self._round()
-        self.members += self.source.admit(
-            self._actor.stop_request is not None
-        )  # those that may begin
+        self.members += self.source.admit(self._actor.stopping)  # those that may begin
         over = not self.members and not self.source.more
         if over:
             self.source.end(None)
@@ -284,9 +286,7 @@ class Orchestrator:
         """Seconds until the next round is due."""
         if self.source.at_once:
             return 0.0
-        pauses = (
-            [m.outage.pause_s for m in self.members] if self._actor.stop_request is None else []
-        )
+        pauses = [m.outage.pause_s for m in self.members] if not self._actor.stopping else []
         look_s = min(self._look_s / _LOOK_SHARE, _LONGEST_S)
         return max(self._settings.poll_s, look_s, min(pauses, default=0.0))
 
@@ -334,7 +334,7 @@ class Orchestrator:
 
     def _round(self, act: bool = True) -> None:
         """Observe, decide, act and publish once for all members that no outage pauses."""
-        stops = self._actor.stop_request is not None
+        stops = self._actor.stopping
         due = [m for m in self.members if stops or not m.outage.pause_s]
         trouble = CollectedErrors[Member]()
         began, self._look_s = time.thread_time(), 0.0
@@ -422,7 +422,7 @@ class Orchestrator:
         policy = CallRules(
             max_parallel=self._settings.max_parallel,
             retries=self._settings.retries,
-            stopping=self._actor.stop_request is not None,
+            stopping=self._actor.stopping,
             cancelled=frozenset(cancelled_of(self.members)),
             ended_before=self._ended_before,
             refused=self._actor.refused,
@@ -506,7 +506,7 @@ class Orchestrator:
         self, member: Member, service: PlannedStage, views: Mapping[str, StageView]
     ) -> bool:
         """Tell whether a member needs a server no longer, whether or not others do."""
-        if self._actor.stop_request is not None or service.id in member.cancelled:
+        if self._actor.stopping or service.id in member.cancelled:
             return False
         asking = [views[s.name] for s in member.plan.stages if service.name in s.after]
         return all(v.terminal and v.message != f"needs {service.name}" for v in asking)
@@ -529,9 +529,7 @@ class Orchestrator:
             return
         member.outage.met(error)
         reason = member.outage.reason
-        asked = (
-            self._actor.stop_request is not None or member.cancelled.keys() >= member.stages.keys()
-        )
+        asked = self._actor.stopping or member.cancelled.keys() >= member.stages.keys()
         waited_s = self._clock() - max(self._actor.since, member.outage.since)
         leaves = asked and waited_s > self._settings.grace_s
         if leaves:

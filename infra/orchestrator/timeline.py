@@ -20,18 +20,18 @@ import contextlib
 import errno
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from infra.jobs.failures import in_words
 from infra.store.workspace import Workspace
 from refiner_core.contract.kinds import section_name
 from refiner_core.contract.records import (
     Attempt,
     AttemptOutcome,
-    FailureClass,
     RunRecord,
     StageRecord,
 )
@@ -39,31 +39,6 @@ from refiner_core.report.printing import size
 
 Event = Mapping[str, Any]
 
-#: Text of a failure class in a timeline, where it differs from its name.
-WHAT: dict[FailureClass, str] = {
-    "none": "finished",
-    "interrupted": "stopped on request",
-    "time_limit": "time limit reached",
-    "node_failure": "node failed",
-    "launch_failure": "could not be started",
-    "system_outage": "scheduler or file system did not answer",
-    "killed": "killed without a message",
-    "out_of_memory": "host memory ran out",
-    "gpu_out_of_memory": "GPU memory ran out",
-    "gpu_error": "GPU error",
-    "disk_full": "disk full",
-    "judge_outage": "judge did not answer",
-    "judge_unusable": "judge gave no usable scores",
-    "environment_outage": "environment or user failed",
-    "hub_outage": "Hub did not answer",
-    "hub_refused": "Hub refused",
-    "not_finite": "loss, norm or reward was not finite",
-    "unhealthy": "stopped by a health check",
-    "monitor_pause": "paused by its monitor",
-    "bad_configuration": "configuration refused",
-    "bad_data": "data refused",
-    "unsupported": "not supported here",
-}
 _DISK_EVENTS = ("short", "reclaimed", "room")
 _STEP = re.compile(r"sav\w+ .*?step (\d+)")
 
@@ -87,6 +62,20 @@ class StageHistory:
     record: StageRecord
     beats: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     gpus: int = 0
+
+    @classmethod
+    def read(
+        cls, workspace: Workspace, name: str, stage_id: str, record: StageRecord, gpus: int = 0
+    ) -> StageHistory:
+        """A stage with the heartbeats of its attempts."""
+        numbers = [attempt.number for attempt in record.attempts]
+        beats = {n: workspace.read_heartbeat(stage_id, n) or {} for n in numbers}
+        return cls(name, stage_id, record, beats, gpus)
+
+    def seconds(self, attempt: Attempt) -> float | None:
+        """Time that an attempt has worked, by its record or its last heartbeat."""
+        known = attempt.seconds
+        return self.beats.get(attempt.number, {}).get("seconds") if known is None else known
 
 
 @dataclass(frozen=True)
@@ -161,7 +150,7 @@ def _incident(
     after: Attempt | None,
     disk: Sequence[Event],
 ) -> Incident:
-    lost_steps, lost_seconds = _lost(stage, attempt, outcome, after)
+    lost_steps, lost_seconds = _lost(stage, attempt, after)
     parts = [
         _what(stage, attempt, outcome),
         *_disk_texts(disk, after is None),
@@ -187,7 +176,7 @@ def _incident(
 
 def _what(stage: StageHistory, attempt: Attempt, outcome: AttemptOutcome) -> str:
     """``EDQUOT (errno 122) while saving step 100 on n3``."""
-    what = WHAT.get(outcome.failure, outcome.failure.replace("_", " "))
+    what = in_words(outcome.failure)
     if outcome.errno is not None:
         name = errno.errorcode.get(outcome.errno, "error")
         said = f"{name} (errno {outcome.errno})"
@@ -248,7 +237,7 @@ def _onward(attempt: Attempt, outcome: AttemptOutcome, after: Attempt | None) ->
 
 
 def _lost(
-    stage: StageHistory, attempt: Attempt, outcome: AttemptOutcome, after: Attempt | None
+    stage: StageHistory, attempt: Attempt, after: Attempt | None
 ) -> tuple[int | None, float | None]:
     """Repeated steps, and lost device seconds: the attempt's time by the share of its steps.
 
@@ -256,9 +245,7 @@ def _lost(
     lost none.
     """
     began, reached = attempt.resumed_from_step or 0, last_step(stage, attempt)
-    seconds = attempt.seconds
-    if seconds is None:
-        seconds = stage.beats.get(attempt.number, {}).get("seconds")
+    seconds = stage.seconds(attempt)
     if attempt.started_at is None:
         return 0, 0.0  # it never began
     if after is None or (after.started_at is None and after.resumed_from_step is None):
@@ -321,7 +308,6 @@ def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[In
 def first_line(text: str, limit: int = 100) -> str:
     """First line of a message without its fix, cut to ``limit`` characters."""
     line = text.strip().partition("\n")[0].partition(" To fix it: ")[0]
-    line = line  # as records made before 2026-12 have it
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
@@ -370,16 +356,15 @@ def stage_history(workspace: Workspace, run: RunRecord, name: str) -> StageHisto
     record = workspace.read_record(stage_id)
     if record is None:
         return None
-    numbers = [attempt.number for attempt in record.attempts]
-    beats = {n: workspace.read_heartbeat(stage_id, n) or {} for n in numbers}
-    return StageHistory(name, stage_id, record, beats, devices_of(run.config, record.spec.kind))
+    gpus = devices_of(run.config, record.spec.kind)
+    return StageHistory.read(workspace, name, stage_id, record, gpus)
 
 
-def devices_of(config: Mapping[str, Any], kind: str) -> int:
-    """GPUs of all nodes that a recipe gives to a kind of stage; 0 for one on CPUs."""
-    section = config.get(section_name(kind))
-    resources = (section or {}).get("resources") or {}
-    return int(resources.get("gpus") or 0) * int(resources.get("nodes") or 1)
+def devices_of(config: Mapping[str, Any], kind: str, name: str = "gpus", least: int = 0) -> int:
+    """GPUs (or cores) of all nodes that a recipe gives to a kind of stage; 0 GPUs: it is on
+    CPUs."""
+    resources = (config.get(section_name(kind)) or {}).get("resources") or {}
+    return int(resources.get(name) or least) * int(resources.get("nodes") or 1)
 
 
 def run_events(workspace: Workspace, run_id: str) -> list[dict[str, Any]]:
@@ -389,10 +374,15 @@ def run_events(workspace: Workspace, run_id: str) -> list[dict[str, Any]]:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a log, oldest first; none where there is no log."""
-    found: list[dict[str, Any]] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # its writer was killed in the middle
-                event = json.loads(line)
-                found += [event] if isinstance(event, dict) else []
-    return found
+        return list(events_in(path.read_text(encoding="utf-8").splitlines()))
+    return []
+
+
+def events_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Events of a log's lines; a line that its writer was killed in is left out."""
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            event = json.loads(line)
+            if isinstance(event, dict):
+                yield event

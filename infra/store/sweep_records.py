@@ -4,7 +4,6 @@ In: :class:`SweepRecord` values and ids of runs. Out: the same, read from any sh
 
     sweeps/<name>/versions/0001.json      one for each change of its definition; exclusive
                   pinned/                 code that runs were started with, and its origin
-                  use.json                resources used by done stages, by the orchestrator
                   runs/<trial>.json       the run that works on a trial now, by the orchestrator
                   orchestrator.json       the process that works on the sweep, by itself
                   turns/ cancel/          as for a run

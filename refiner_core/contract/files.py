@@ -158,7 +158,7 @@ def keys_twice(root: Any) -> Iterator[tuple[int, str]]:
 
 
 @contextmanager
-def readable(what: str) -> Iterator[None]:
+def readable(what: str, expected: str = "a YAML file in UTF-8") -> Iterator[None]:
     """Turn errors of the block into a refusal of an unreadable file or text."""
     try:
         yield
@@ -171,7 +171,7 @@ def readable(what: str) -> Iterator[None]:
         elif isinstance(error, OSError):
             why, fix = error.strerror or str(error), "correct the path, or its permissions"
         raise ConfigurationError(
-            f"{what} cannot be read: {why}.", expected="a YAML file in UTF-8", fix=fix
+            f"{what} cannot be read: {why}.", expected=expected, fix=fix
         ) from error
 
 

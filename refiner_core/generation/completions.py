@@ -75,7 +75,7 @@ def check_layers(config: Any, longest: int) -> None:
     UnsupportedError
         The message names the kinds of layers or positions.
     """
-    check_positions(config, longest)
+    check_positions(config.get_text_config().to_dict(), longest)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds & RECURRENT:  # such models also have layers without a cache
         kinds -= {*RECURRENT, "mlp", "moe"}
@@ -94,24 +94,26 @@ def check_layers(config: Any, longest: int) -> None:
         )
 
 
-def check_positions(config: Any, longest: int) -> None:
+def check_positions(text: Mapping[str, Any], longest: int) -> None:
     """Refuse rotary positions that depend on the rest of the batch.
 
     Beyond the model's original window, these kinds choose the frequencies of all sequences by the
-    longest one, so that a short sequence is encoded differently next to a long one.
+    longest one, so that a short sequence is encoded differently next to a long one. ``text`` holds
+    the fields of the language model's configuration, or of its file (``su``: former ``longrope``).
 
     Raises
     ------
     UnsupportedError
         The message names the kind and both lengths.
     """
-    config = config.get_text_config()
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes] if "rope_type" in ropes else ropes.values():  # or one per kind of layer
-        kind = (rope or {}).get("rope_type") or "default"
-        first = getattr(config, "max_position_embeddings", None)
-        if kind == "longrope":
-            first = rope.get("original_max_position_embeddings") or first
+    ropes, name = text.get("rope_parameters") or text.get("rope_scaling") or {}, "rope_type"
+    parts = [ropes] if {name, "type"} & {*ropes} else ropes.values()  # or one per kind of layer
+    for rope in (part for part in parts if isinstance(part, Mapping)):
+        kind = rope.get(name) or rope.get("type") or "default"
+        first = text.get("max_position_embeddings")
+        if kind in ("longrope", "su"):
+            of_rope, whole = (of.get("original_max_position_embeddings") for of in (rope, text))
+            first = of_rope or whole or first
         elif "dynamic" not in kind:
             continue
         if first is not None and longest > first:

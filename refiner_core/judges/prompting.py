@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.files import readable
 from refiner_core.contract.types import JudgeRequest
 
 BATCH = "rubric_batch"
@@ -268,12 +269,5 @@ def _read(folder: Path, kind: str) -> _Prompt:
 
 
 def _text(file: Path) -> str:
-    try:
+    with readable(f"The judge's prompt {file} (judge.prompt)", "a text file in UTF-8"):
         return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
-        raise ConfigurationError(
-            f"The judge's prompt {file} cannot be read ({why})",
-            expected="a text file in UTF-8",
-            fix="correct the file, or judge.prompt",
-        ) from error

@@ -166,7 +166,8 @@ def train_grpo(
     turn_task.check(prompts)
     with ExitStack() as stack:
         engine = open_engine(config, "grpo", model_ref, ranks)
-        check_positions(engine.model.config, longest_of(turn_task, prompts, config.grpo))
+        text = engine.model.config.get_text_config().to_dict()
+        check_positions(text, longest_of(turn_task, prompts, config.grpo))
         policy = _open_policy(config, engine, model_ref, generator, open_servers, stack)
         reference = engine.reference(model_ref) if config.grpo.beta else None
         update = GrpoUpdate(engine, reference, config.grpo, config.seed, longest=turn_task.longest)

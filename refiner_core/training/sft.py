@@ -133,7 +133,7 @@ class _SftRun:
         self.engine = open_engine(config, stage, model_ref, self.ranks)
         longest = max(len(row.input_ids) for row in rows)
         check_window(self.engine.model, longest)
-        check_positions(self.engine.model.config, longest)
+        check_positions(self.engine.model.config.get_text_config().to_dict(), longest)
         self.validation_packs = _validation_packs(
             data_dir / VALIDATION_FILE, sft, OWN_ROW if self.engine.balance == OWN_ROW else None
         )

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from refiner_core.cards.build import build_card, card_variables, shipped_template
+from refiner_core.cards.build import Sentences, build_card, card_variables, shipped_template
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.facts import CONTROLS, UNKNOWN, CardFacts, unmarked
 from refiner_core.cards.lint import check_card, lint_card

@@ -199,8 +199,12 @@ class Stubborn:
         time.sleep(0.1)
         self.stopped_for = reason
 
+    def wait(self, seconds: float) -> bool:
+        left = self.ends_at - time.monotonic()
+        time.sleep(max(0.0, min(seconds, left)))
+        return left <= seconds
+
     def join(self) -> dict[str, StageView]:
-        time.sleep(max(0.0, self.ends_at - time.monotonic()))
         return self.views()
 
 
