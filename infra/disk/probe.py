@@ -167,29 +167,6 @@ def parse_xfs_quota(text: str) -> list[Quota]:
     return found
 
 
-# ---------------------------------------------------------------- btrfs qgroup show
-
-
-def parse_btrfs_qgroups(text: str) -> list[Quota]:
-    """Rows of `btrfs qgroup show --raw -re` (bytes); the columns are those of its header."""
-    found: list[Quota] = []
-    columns: list[str] = []
-    for line in text.splitlines():
-        cells, words = re.split(r"\s{2,}|\s+(?=\S+$)", line.strip()), line.split()
-        if "qgroupid" in re.split(r"\s{2,}", line.strip())[0].lower():
-            # Newer versions write `Max referenced`, older ones `max_rfer`.
-            header = line.lower().replace("max referenced", "max_rfer")
-            header = header.replace("max exclusive", "max_excl")
-            columns = header.replace("referenced", "rfer").replace("exclusive", "excl").split()
-        elif columns and words and re.fullmatch(r"\d+/\d+", words[0]):
-            row = dict(zip(columns, words, strict=False))
-            for used, limit in (("rfer", "max_rfer"), ("excl", "max_excl")):
-                hard = row.get(limit, "none")
-                space = QuotaLimit(int(row[used]), hard=0 if hard == "none" else int(hard))
-                found.append(Quota(f"qgroup {words[0]}", cells[-1], space))
-    return found
-
-
 # ---------------------------------------------------------------- mmlsquota -Y
 
 
@@ -502,27 +479,12 @@ def _ask_of_owners(tool: str, prober: Prober, mount: Mount) -> list[Quota]:
 
 
 def _ask_btrfs(prober: Prober, mount: Mount) -> list[Quota]:
-    """The kernel's own figures, readable by everyone; else the tool's."""
-    subvolume = btrfs_subvolume(prober.folder)
-    if subvolume is None:
-        return []
-    found: list[Quota] = []
-    device = Path(mount.source).name
-    for folder in _SYSFS_BTRFS.glob("*/devices"):
-        groups = folder.parent / "qgroups"
-        if (folder / device).exists() and groups.is_dir():
-            found = _btrfs_kernel(groups, subvolume)
-            if all(p.name.startswith("0_") for p in groups.iterdir() if p.is_dir()):
-                return found
-            break
-    # Groups of groups: only the tool shows which of them limit this folder.
-    command = ("btrfs", "qgroup", "show", "--raw", "-reF", str(existing(prober.folder)))
-    return found + prober.rows(parse_btrfs_qgroups, *command)
-
-
-def _btrfs_kernel(groups: Path, subvolume: int) -> list[Quota]:
-    folder = groups / f"0_{subvolume}"
-    if not folder.is_dir():
+    """The kernel's own figures of the subvolume, readable by everyone; `btrfs qgroup show`, which
+    also has groups of groups, is for root alone."""
+    subvolume, device = btrfs_subvolume(prober.folder), Path(mount.source).name
+    systems = (path.parents[1] for path in _SYSFS_BTRFS.glob(f"*/devices/{device}"))
+    folder = next((system / "qgroups" / f"0_{subvolume}" for system in systems), None)
+    if folder is None or not folder.is_dir():
         return []
     value = {p.name: int(p.read_text()) for p in folder.iterdir()}
     # Data not yet on the disk are reserved, and count against the limit.

@@ -15,7 +15,6 @@ from infra.disk.probe import (
     Prober,
     Quota,
     QuotaLimit,
-    parse_btrfs_qgroups,
     parse_mmlsquota,
     parse_quota,
     parse_size,
@@ -50,15 +49,6 @@ def output(name: str) -> str:
         (parse_quota, "lfs-project-quiet-wrapped.txt", [("", 8 * GIB, None)]),
         (parse_xfs_quota, "xfs-project.txt", [("", (32768 - 30722) * KIB, 100 - 62)]),
         (parse_xfs_quota, "xfs-grace-over.txt", [("User ann", 0, None)]),
-        (
-            parse_btrfs_qgroups,
-            "btrfs-6.txt",
-            [
-                ("qgroup 0/256", 67108864 - 52445184, None),
-                ("qgroup 1/100", 60000000 - 52445184, None),
-            ],
-        ),
-        (parse_btrfs_qgroups, "btrfs-4.txt", [("qgroup 0/257", 67108864 - 52445184, None)]),
         # What is "in doubt" counts as used.
         (
             parse_mmlsquota,
