@@ -231,8 +231,8 @@ UNLIMITED = 2**62
 HONEST = ("tmpfs", "ramfs")
 
 
-class ProbeError(Exception):
-    """A tool is missing, failed, or printed implausible figures."""
+#: A tool is missing, does not end, or printed implausible figures.
+_TROUBLE = (OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -271,13 +271,13 @@ def quota_space(name: str, quota: Quota) -> FreeSpace | None:
 
     Raises
     ------
-    ProbeError
+    ValueError
         Its numbers are implausible.
     """
     space, inodes = quota.bytes, quota.inodes
     for limit in (space, inodes):
         if limit is not None and (limit.used < 0 or limit.soft < 0 or limit.hard < 0):
-            raise ProbeError(f"negative numbers ({quota})")
+            raise ValueError(f"negative numbers ({quota})")
     free_inodes = None if inodes is None else inodes.free
     if space.free is None and free_inodes is None:
         return None
@@ -335,15 +335,10 @@ def run_tool(command: Sequence[str]) -> str:
 
     Raises
     ------
-    ProbeError
+    OSError, SubprocessError
         It is missing, or does not end.
     """
-    try:
-        done = run_program(command, _TOOL_TIMEOUT_S, {**environment(), "LC_ALL": "C"})
-    except FileNotFoundError as error:
-        raise ProbeError(f"{command[0]} is not installed") from error
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ProbeError(f"{shlex.join(command)}: {error}") from error
+    done = run_program(command, _TOOL_TIMEOUT_S, {**environment(), "LC_ALL": "C"})
     return done.stdout + done.stderr
 
 
@@ -395,7 +390,7 @@ class Prober:
             try:
                 quotas = probe(self, mount)
                 spaces += [r for q in quotas if (r := quota_space(name, q)) is not None]
-            except (ProbeError, OSError, ValueError, KeyError, IndexError) as error:
+            except _TROUBLE as error:
                 self._complain(name, error)
         return tightest(spaces)
 
@@ -409,8 +404,7 @@ class Prober:
 
     def _complain(self, name: str, error: Exception) -> None:
         text = "free space cannot be read from %s: %s; the next source is used"
-        missing = isinstance(error, ProbeError) and "not installed" in str(error)
-        if missing and self.config.probe == "auto":
+        if isinstance(error, FileNotFoundError) and self.config.probe == "auto":
             log.debug(text, name, error)
         else:
             self._complaints.warn(name, text, name, error)
@@ -422,8 +416,8 @@ class Prober:
             text = self.run(command)
             found = parse(text)
             if not found and text.strip() and "none" not in text:
-                raise ProbeError(f"it printed {text.strip().splitlines()[0]!r}")
-        except (ProbeError, ValueError, KeyError, IndexError) as error:
+                raise ValueError(f"it printed {text.strip().splitlines()[0]!r}")
+        except _TROUBLE as error:
             self._complain(shlex.join(command[:3]), error)
             return []
         return found
@@ -506,7 +500,7 @@ def _ask_command(prober: Prober, mount: Mount) -> list[Quota]:
     command = [word.replace("{folder}", str(prober.folder)) for word in command]
     text = prober.run(command)
     if prober.config.pattern is None:
-        raise ProbeError("`disk.pattern` is needed to read the command's output")
+        raise ValueError("`disk.pattern` is needed to read the command's output")
     return parse_with_pattern(text, prober.config.pattern)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flows.adopting import adopt_run
-from infra.external.detection import contents_damage
+from infra.external.checkpoints import contents_damage
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from infra.disk import inventory as copies_module
-from infra.disk.caches import use_node_caches
 from infra.disk.garbage_collection import carry_out, plan_reclaim
 from infra.disk.inventory import read_inventory
 from infra.disk.manager import (
@@ -26,7 +25,14 @@ from infra.disk.manager import (
     Reservations,
 )
 from infra.disk.probe import FreeSpace
-from infra.disk.usage import by_run_and_kind, find_caches, measure, size_of, take_inventory
+from infra.disk.usage import (
+    by_run_and_kind,
+    find_caches,
+    measure,
+    size_of,
+    take_inventory,
+    use_node_caches,
+)
 from infra.jobs.dispatcher import AttemptRef
 from infra.judgements.store import WorkspaceStore
 from infra.orchestrator.waiting import SpaceWaits

@@ -11,7 +11,6 @@ import pytest
 
 from infra.disk.probe import (
     FreeSpace,
-    ProbeError,
     Prober,
     Quota,
     QuotaLimit,
@@ -100,7 +99,7 @@ class Tools:
     def __call__(self, command: Sequence[str]) -> str:
         self.asked.append(" ".join(command))
         if command[0] not in self.answers:
-            raise ProbeError(f"{command[0]} is not installed")
+            raise FileNotFoundError(command[0])
         return self.answers[command[0]]
 
 
@@ -142,7 +141,7 @@ def test_a_failing_tool_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureF
     def only_user(command: Sequence[str]) -> str:
         if "-u" in command:
             return output("lfs-user.txt")
-        raise ProbeError("refused")
+        raise OSError("refused")
 
     prober = Prober(tmp_path, DiskConfig(), run=only_user, mount=Mount(Path("/"), "lustre", ""))
     assert prober.look().free_bytes == (8912896 - 8388608) * KIB
