@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import yaml
 
-from infra.external.detection import DetectedCheckpoint, choose, detect, prove
+from infra.external.checkpoints import DetectedCheckpoint, choose, detect, prove
 from infra.external.exports import copy, missing_in, model_files, open_file
 from infra.host.files import link
 from infra.host.processes import ProcessId

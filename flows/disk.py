@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.running.status import find_run, stage_id_of
-from infra.disk.caches import COMPILE_CACHES
-from infra.disk.forecast import Forecast, ForecastInputs, forecast_disk, size_of_model
+from infra.disk.forecast import Forecast, forecast_disk
 from infra.disk.garbage_collection import Candidate, plan_reclaim
 from infra.disk.inventory import Inventory, RetainedCheckpoint, drop_idle
 from infra.disk.manager import DiskManager
-from infra.disk.usage import UsageRow, by_run_and_kind, find_caches
+from infra.disk.usage import COMPILE_CACHES, UsageRow, by_run_and_kind, find_caches
 from infra.store.checkpoints import pin, pins, reclaimed_text, unpin
 from infra.store.layout import Layout
 from infra.store.workspace import Workspace
@@ -75,7 +74,7 @@ def disk_report(
     WorkspaceError
         The folder is no workspace, or a record is damaged.
     """
-    from infra.judgements.segments import summarise
+    from infra.judgements.store import summarise
 
     ws = Workspace.read_only(workspace)
     disk_manager = DiskManager(ws, disk_config(ws, overrides))
@@ -307,7 +306,7 @@ def planned_space(plans: Sequence[Plan]) -> PlannedSpace:
     """Space that plans (a recipe's, or all trials' of a sweep) need, and the free space."""
     workspace = Workspace.read_only(plans[0].config.workspace)
     disk_manager = DiskManager(workspace, plans[0].config.disk)
-    forecast = forecast_disk(plans, ForecastInputs(workspace, size_of_model))
+    forecast = forecast_disk(plans, workspace)
     now, margin = disk_manager.room(), int(plans[0].config.disk.margin_gb * 2**30)
     free = max(0, now.free_bytes - disk_manager.reserved() - margin)
     most = None if now.limit_bytes is None else now.limit_bytes - margin

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from infra.doctor import gpu, machine, services, slurm
+from infra.doctor import machine, services
 from infra.doctor.check import (
     AREAS,
     CheckResult,
@@ -88,7 +88,7 @@ def examine(
     plan, refusal = _planned(recipe, overrides) if recipe else (None, None)
     words = shlex.join([*([recipe] if recipe else []), *map(masked_override, overrides)])
     info = SystemInfo(config, words if recipe else "", words, plan, refusal, offline)
-    checks = (*machine.CHECKS, *gpu.CHECKS, *slurm.CHECKS, *services.CHECKS, *CHECKS)
+    checks = (*machine.CHECKS, *services.CHECKS, *CHECKS)
     chosen = [c for c in checks if not only or c.area in only]
     found = run_checks(chosen, info, limit_s=limit_s, tell=tell)
     return [replace(f, what=masked(f.what), fix=masked(f.fix), why=masked(f.why)) for f in found]

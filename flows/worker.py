@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import set_up_logging
-from infra.disk.caches import use_node_caches
+from infra.disk.usage import use_node_caches
 from infra.host.processes import collect_rarely
 from infra.jobs.signals import AttemptClosed, attempt_to_run, job_of
 from infra.store.provenance import refuse_other_code

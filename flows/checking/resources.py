@@ -120,8 +120,7 @@ def gpu_use(plan: Plan) -> _GpuUse | None:
 
 
 def _on_cluster(plan: Plan, jobs: tuple[GpuJob, ...], most: int) -> _GpuUse:
-    from infra.slurm.nodes import gpus_of_nodes
-    from infra.slurm.profiles import load_profile
+    from infra.slurm.profiles import gpus_of_nodes, load_profile
 
     profile = load_profile(plan.config.dispatch.profile)
     nodes = gpus_of_nodes(profile)

@@ -20,9 +20,8 @@ from flows.stages.work import StageWork, judged_as_planned
 from infra.host.processes import collect_rarely
 from infra.process.watchdog import die_with_parent
 from infra.ranks.agent import ignore_stop_signals
-from infra.ranks.beats import start_beats
 from infra.ranks.bridge import RemoteIO
-from infra.ranks.messages import ORDER, tell_error
+from infra.ranks.messages import ORDER, start_beats, tell_error
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted

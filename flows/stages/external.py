@@ -12,15 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import infra
 from flows.stages.fetch import local_model
 from flows.stages.work import StageWork
 from infra.attempt.stage_io import AttemptIO
 from infra.disk.manager import DiskManager
 from infra.external.checkpoints import work_folder
 from infra.external.exports import find_export, make_model
-from infra.external.process import TrainerCall, fill
-from infra.external.runner import TrainerJob, run_trainer
+from infra.external.process import TrainerJob, fill, run_trainer
 from infra.jobs.dispatcher import AttemptRef
 from refiner_core.contract.config import uses
 from refiner_core.contract.errors import WorkspaceError
@@ -35,7 +33,7 @@ def run_external(work: StageWork) -> dict[str, Any]:
     Raises
     ------
     RefinerError
-        The reason of its end; see :func:`infra.external.runner.run_trainer`.
+        The reason of its end; see :func:`infra.external.process.run_trainer`.
     """
     command = work.config.command
     if command.adopted:
@@ -46,12 +44,12 @@ def run_external(work: StageWork) -> dict[str, Any]:
         )
     job = _job(work)
     found, told = run_trainer(job, _io(work))
-    source = find_export(job.call.output, command.exports, found)
+    source = find_export(job.output, command.exports, found)
     # Sizes and shards have been checked; check the fence once more before the export.
     job.check_fence()
     made, text = work.output_dir / "model", command.companions
-    companions = Path(fill(text, job.call.values())).expanduser() if text else None
-    missing = make_model(source, made, companions, within=job.call.output)
+    companions = Path(fill(text, job.values())).expanduser() if text else None
+    missing = make_model(source, made, companions, within=job.output)
     newest = max((c.step for c in found if not c.damage), default=0)
     steps = newest if command.exports == "auto" else max(newest, told.done)
     remark = _remark(told, steps)
@@ -65,7 +63,7 @@ def run_external(work: StageWork) -> dict[str, Any]:
         # Empty if only the trainer knows them.
         "base_model": work.config.model.name_or_path if uses(command, "model") else "",
         "version": command.version,
-        "export": source.relative_to(job.call.output).as_posix(),
+        "export": source.relative_to(job.output).as_posix(),
         "missing": missing,
         "resumed_from": _io(work).resumed_step,
         "final": {k: v for k, v in told.values.items() if k not in ("step", "total")},
@@ -86,7 +84,10 @@ def _remark(told: Progress, steps: int) -> str:
 
 def _job(work: StageWork) -> TrainerJob:
     config, io = work.config, _io(work)
-    call = TrainerCall(
+    disk_manager = DiskManager(work.workspace, config.disk, stop_requested=io.should_stop)
+    ref = AttemptRef(work.stage_id, work.attempt)
+    return TrainerJob(
+        command=config.command,
         output=work_folder(work.workspace.layout.stage(work.stage_id)),
         workdir=Path(config.command.workdir or Path.cwd()).expanduser().absolute(),
         seed=config.seed,
@@ -94,19 +95,11 @@ def _job(work: StageWork) -> TrainerJob:
         attempt=work.attempt,
         data=work.inputs.get("data"),
         model=_model_folder(work) if uses(config.command, "model") else None,
-    )
-
-    disk_manager = DiskManager(work.workspace, config.disk, stop_requested=io.should_stop)
-    ref = AttemptRef(work.stage_id, work.attempt)
-    return TrainerJob(
-        command=config.command,
-        call=call,
         check_fence=partial(work.check_fence, "trainer ends"),
         shortage=lambda need: disk_manager.shortage(need, ref, fresh=True),
         free_space=lambda need: disk_manager.free_space(need, ref),
         grace_s=config.dispatch.grace_s,
         watch_s=config.disk.watch_s,
-        ours=Path(next(iter(infra.__path__))).parent,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.doctor.check import ask
-from infra.slurm.nodes import count_gpus
+from infra.slurm.profiles import count_gpus
 from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest

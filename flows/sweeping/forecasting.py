@@ -23,7 +23,7 @@ from typing import Any
 
 from flows.durations import FORECAST_KINDS, stage_time
 from flows.sweeping.budget import NOTHING, UsageReader, judge_calls_in
-from infra.disk.forecast import ForecastInputs, forecast_disk, size_of_model
+from infra.disk.forecast import forecast_disk
 from infra.jobs.dispatcher import tail_of
 from infra.orchestrator.timeline import devices_of, rough
 from infra.store.workspace import Workspace
@@ -181,7 +181,7 @@ def forecast_of(
     if len(done) == len(plan.stages()):
         return forecast_sweep(plan, History(), done)
     known = read_history(workspace, plan) if history is None else history
-    disk = forecast_disk([t.plan for t in plan.trials], ForecastInputs(workspace, size_of_model))
+    disk = forecast_disk([t.plan for t in plan.trials], workspace)
     if (most := plan.sweep.limits.concurrency) is not None:
         disk = replace(disk, parallel=min(disk.parallel, most))
     basis = f"unknown for {len(disk.unknown)} stages" if disk.unknown else ""

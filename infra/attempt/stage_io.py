@@ -357,7 +357,7 @@ class AttemptIO:
         up to its step, so call it before anything is logged."""
         found = self.checkpoints.latest()
         if found is not None and not self._asked_for_checkpoint and self._last_step is None:
-            self._take_over(found)
+            self.go_on_from(found)
         self._asked_for_checkpoint = True
         return None if found is None else SavedCheckpoint(found.step, found.path)
 
@@ -380,13 +380,10 @@ class AttemptIO:
         return [SavedCheckpoint(c.step, c.path) for c in found]
 
     def go_on_from(self, found: CompleteCheckpoint) -> None:
-        """Resume from a checkpoint that is not in the store (another trainer's): records it and
-        copies what ``found.attempt`` has logged up to its step. Call it before anything is
-        logged."""
-        self._take_over(found)
+        """Resume from a checkpoint, also from one that is not in the store (another trainer's):
+        records it and copies what ``found.attempt`` has logged up to its step. Call it before
+        anything is logged."""
         self._asked_for_checkpoint = True
-
-    def _take_over(self, found: CompleteCheckpoint) -> None:
         before = self.stage.attempt(found.attempt)
         with no_space_guard(self.paths.data, "resuming", waits=True):
             make_folder(self.paths.data)

@@ -89,15 +89,11 @@ def merged(parts: Sequence[Mapping[str, PhaseTimes]]) -> dict[str, PhaseTimes]:
 def times_of(beat: Mapping[str, Any], *, stalled: bool) -> dict[str, PhaseTimes]:
     """Times in an attempt's last heartbeat; ``stalled`` includes a stall that ended it, after which
     the same stage gets more patience."""
-    found = {p: PhaseTimes(int(n), *map(float, s)) for p, (n, *s) in _phases(beat).items()}
+    phases = beat.get("phases") or {}
+    found = {p: PhaseTimes(int(n), *map(float, s)) for p, (n, *s) in phases.items()}
     if stalled and (met := beat.get("stalled")):
         phase, lasted = str(met["phase"]), PhaseTimes(0, float(met["silent_s"]))
         found[phase] = found.get(phase, PhaseTimes(1, 0.0)).and_also(lasted)
-    return found
-
-
-def _phases(beat: Mapping[str, Any]) -> Mapping[str, Sequence[float]]:
-    found: Mapping[str, Sequence[float]] = beat.get("phases") or {}
     return found
 
 
@@ -150,7 +146,7 @@ class StallClock:
     def report(self, lane: int, progress: Progress, now: float) -> None:
         """Take a progress report of a thread. A repeated one is no sign of life."""
         with self._lock:
-            own, before = self._own(now), self._phase_of(lane)
+            own, before = self._own(now), self._lanes[lane].phase if lane in self._lanes else ""
             begins = progress.phase in _BEGINNINGS
             for other, known in list(self._lanes.items()):
                 if other == lane or before == progress.phase:
@@ -230,14 +226,11 @@ class StallClock:
         """The time of this clock."""
         return now - self._lost_s - max(0.0, now - self._last_beat - _BEAT_S)
 
-    def _phase_of(self, lane: int) -> str:
-        return self._lanes[lane].phase if lane in self._lanes else ""
-
     def _enter(self, number: int, phase: str, report: Any, own: float) -> None:
         lane = self._lanes.get(number)
         if lane is None:
             self._lanes[number] = _Lane(phase, report, own)
-        elif lane.phase != phase or _begins(lane.report, report):
+        elif lane.phase != phase or lane.report[0] != report[0]:  # of another step
             self._leave(lane, own)
             self._lanes[number] = _Lane(phase, report, own)
         elif lane.report != report:
@@ -253,11 +246,6 @@ def _named(progress: Progress) -> str:
     """The phase of a report. After the last step comes something else."""
     over = progress.phase == "train" and 0 < progress.total <= progress.done
     return "the end of the training" if over else progress.phase
-
-
-def _begins(before: Any, report: Any) -> bool:
-    """Tell whether a report of the same phase is of another step."""
-    return bool(before[0] != report[0])
 
 
 # ---------------------------------------------------------------- which rank
@@ -298,7 +286,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Laggard:
+class _Laggard:
     """Ranks that the others wait for, and why; no rank if all wait for each other."""
 
     ranks: tuple[int, ...]
@@ -307,7 +295,7 @@ class Laggard:
     is_gone: bool = False  # with its node
 
 
-def find_laggard(states: Sequence[RankState]) -> Laggard:
+def find_laggard(states: Sequence[RankState]) -> _Laggard:
     """Name the ranks that the others wait for, from the first rule that singles out some."""
     for rule in (_silent, _skipped, _behind, _outside, _kernels):
         found = rule(states)
@@ -315,12 +303,12 @@ def find_laggard(states: Sequence[RankState]) -> Laggard:
             ranks = tuple(s.rank for s in found[0])
             waiting = tuple(s.rank for s in states if s.rank not in ranks)
             gone = rule is _silent and not found[0][0].here
-            return Laggard(ranks, found[1], waiting, gone)
+            return _Laggard(ranks, found[1], waiting, gone)
     if len(states) == 1:
         alone = states[0]
-        return Laggard((alone.rank,), f"is in {alone.place}" if alone.place else _doing(alone))
+        return _Laggard((alone.rank,), f"is in {alone.place}" if alone.place else _doing(alone))
     inside = {s.inside or s.place for s in states}
-    return Laggard((), f"all ranks are in {' or '.join(sorted(filter(None, inside)))}")
+    return _Laggard((), f"all ranks are in {' or '.join(sorted(filter(None, inside)))}")
 
 
 def _doing(state: RankState) -> str:

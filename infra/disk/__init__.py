@@ -3,5 +3,5 @@
 What there is: ``probe``. What will be needed: ``forecast``. What may go: ``usage`` -> ``inventory``
 (the files and their protection) -> ``garbage_collection``. ``manager`` combines these for
 orchestrator and attempts: it frees space, reserves it for saves, and watches it while something
-runs. ``caches``: where jobs keep compiled code.
+runs.
 """

@@ -246,11 +246,8 @@ class Forecast:
 SizeOf = Callable[[RecipeConfig], ModelSize]
 
 
-class ForecastInputs:
-    """The basis of forecasts, looked up once: measured history, and sizes of models.
-
-    ``size_of_model`` returns the number of parameters of a recipe's model.
-    """
+class _Known:
+    """The basis of a forecast, looked up once: measured history, and sizes of models."""
 
     def __init__(self, workspace: Workspace, size_of_model: SizeOf) -> None:
         self.workspace, self._size_of_model = workspace, size_of_model
@@ -274,8 +271,12 @@ class ForecastInputs:
         return self._result(stage_id) is not None
 
 
-def forecast_disk(plans: Sequence[Plan], known: ForecastInputs) -> Forecast:
-    """Forecast the stages of ``plans`` that are not done."""
+def forecast_disk(
+    plans: Sequence[Plan], workspace: Workspace, size_of_model: SizeOf = size_of_model
+) -> Forecast:
+    """Forecast the stages of ``plans`` that are not done, from measured history and the number of
+    parameters of each recipe's model."""
+    known = _Known(workspace, size_of_model)
     needs: dict[str, StageNeed] = {}
     for plan in plans:
         for stage in plan.stages:
@@ -287,7 +288,7 @@ def forecast_disk(plans: Sequence[Plan], known: ForecastInputs) -> Forecast:
     return Forecast(tuple(needs.values()), max(1, parallel), config.disk.reclaim)
 
 
-def _need(stage: PlannedStage, plan: Plan, known: ForecastInputs) -> StageNeed:
+def _need(stage: PlannedStage, plan: Plan, known: _Known) -> StageNeed:
     config, history = plan.config_of(stage), known.history(stage)
     if stage.kind in STAGES:
         return _training_need(stage, plan, known.size(plan.config), history)
@@ -339,7 +340,7 @@ def _command_need(stage: PlannedStage, config: RecipeConfig, history: _History) 
     return StageNeed(stage, saved, saved, rest, basis, known, saved if known else 0)
 
 
-def _weights_of(made: PlannedStage, plan: Plan, known: ForecastInputs) -> tuple[int | None, str]:
+def _weights_of(made: PlannedStage, plan: Plan, known: _Known) -> tuple[int | None, str]:
     """Bytes of the weights that a training stage makes, and the source of that figure."""
     if measured := known.history(made).output_bytes:
         return measured, "measured"

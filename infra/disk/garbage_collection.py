@@ -72,6 +72,9 @@ class ReclaimOrder(enum.IntEnum):
     JUDGEMENTS = 8
 
 
+_CHECKPOINTS = (ReclaimOrder.FINISHED, ReclaimOrder.OLDER)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One item that may go, its size, and the reason."""
@@ -118,34 +121,28 @@ def plan_reclaim(
 
 
 def _candidates(inventory: Inventory) -> Iterator[Candidate]:
-
+    order = ReclaimOrder
     for item in inventory.items:
         facts = inventory.stages.get(item.stage_id)
         if item.kind == "code" and item.path.name in inventory.idle_code:
-            yield _candidate(ReclaimOrder.CODE, item, "only finished runs have used it")
+            yield _candidate(order.CODE, item, "only finished runs have used it")
         if item.kind == "judgements":  # its writer starts another one when it is gone
-            yield _candidate(ReclaimOrder.JUDGEMENTS, item, "to judge it again costs calls")
+            yield _candidate(order.JUDGEMENTS, item, "to judge it again costs calls")
         if facts is None or facts.pinned:
             continue
         if item.path in inventory.damaged:
-            yield _candidate(ReclaimOrder.LEFTOVER, item, "damaged, and of no use")
+            yield _candidate(order.LEFTOVER, item, "damaged, and of no use")
         elif item.kind == "temporary" and _is_leftover(item, facts):
-            yield _candidate(
-                ReclaimOrder.LEFTOVER, item, "half-written by an attempt that has ended"
-            )
+            yield _candidate(order.LEFTOVER, item, "half-written by an attempt that has ended")
         elif item.kind == "outputs" and not facts.leased and item.attempt in facts.dead:
-            yield _candidate(
-                ReclaimOrder.SUPERSEDED, item, "of an attempt that did not make the result"
-            )
+            yield _candidate(order.SUPERSEDED, item, "of an attempt that did not make the result")
     yield from _checkpoints(inventory)
     for stage_id, facts in inventory.stages.items():
         for item in () if facts.pinned else facts.spare:
             if item.kind == "temporary":
-                yield _candidate(
-                    ReclaimOrder.LEFTOVER, item, "a save that its trainer did not finish"
-                )
+                yield _candidate(order.LEFTOVER, item, "a save that its trainer did not finish")
             else:
-                yield _candidate(ReclaimOrder.OLDER, item, "there are newer complete ones")
+                yield _candidate(order.OLDER, item, "there are newer complete ones")
         if (weights := facts.weights) is not None and weights.copy is not None and _may_go(facts):
             why, count = f"published and verified in {weights.copy.text}", len(weights.files)
             size = (weights.folder, weights.gain, count)
@@ -245,10 +242,7 @@ def _still_may_go(
         record = workspace.read_record(candidate.stage_id)
         spare = () if record is None else spare_of(workspace, candidate.stage_id, record)
         return candidate.path in {item.path for item in spare}
-    if candidate.rank in (
-        ReclaimOrder.FINISHED,
-        ReclaimOrder.OLDER,
-    ) and candidate.step in retained_steps(stage):
+    if candidate.rank in _CHECKPOINTS and candidate.step in retained_steps(stage):
         return False
     if candidate.rank is ReclaimOrder.CODE:
         return candidate.path.name in idle_code(workspace)
@@ -273,9 +267,7 @@ def _delete(workspace: Workspace, candidate: Candidate, copies: CopyCheck) -> No
     # later one sees that it is gone. (A run records itself first, then ensures its code.)
     stage, hidden = workspace.layout.stage(candidate.stage_id), atomic.temporary_name(path)
     is_code = candidate.rank is ReclaimOrder.CODE
-    is_checkpoint = (
-        candidate.rank in (ReclaimOrder.FINISHED, ReclaimOrder.OLDER) and candidate.step is not None
-    )
+    is_checkpoint = candidate.rank in _CHECKPOINTS and candidate.step is not None
     if not is_code and not is_checkpoint:
         hidden = path
     else:

@@ -167,29 +167,6 @@ def parse_xfs_quota(text: str) -> list[Quota]:
     return found
 
 
-# ---------------------------------------------------------------- btrfs qgroup show
-
-
-def parse_btrfs_qgroups(text: str) -> list[Quota]:
-    """Rows of `btrfs qgroup show --raw -re` (bytes); the columns are those of its header."""
-    found: list[Quota] = []
-    columns: list[str] = []
-    for line in text.splitlines():
-        cells, words = re.split(r"\s{2,}|\s+(?=\S+$)", line.strip()), line.split()
-        if "qgroupid" in re.split(r"\s{2,}", line.strip())[0].lower():
-            # Newer versions write `Max referenced`, older ones `max_rfer`.
-            header = line.lower().replace("max referenced", "max_rfer")
-            header = header.replace("max exclusive", "max_excl")
-            columns = header.replace("referenced", "rfer").replace("exclusive", "excl").split()
-        elif columns and words and re.fullmatch(r"\d+/\d+", words[0]):
-            row = dict(zip(columns, words, strict=False))
-            for used, limit in (("rfer", "max_rfer"), ("excl", "max_excl")):
-                hard = row.get(limit, "none")
-                space = QuotaLimit(int(row[used]), hard=0 if hard == "none" else int(hard))
-                found.append(Quota(f"qgroup {words[0]}", cells[-1], space))
-    return found
-
-
 # ---------------------------------------------------------------- mmlsquota -Y
 
 
@@ -254,8 +231,8 @@ UNLIMITED = 2**62
 HONEST = ("tmpfs", "ramfs")
 
 
-class ProbeError(Exception):
-    """A tool is missing, failed, or printed implausible figures."""
+#: A tool is missing, does not end, or printed implausible figures.
+_TROUBLE = (OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -294,13 +271,13 @@ def quota_space(name: str, quota: Quota) -> FreeSpace | None:
 
     Raises
     ------
-    ProbeError
+    ValueError
         Its numbers are implausible.
     """
     space, inodes = quota.bytes, quota.inodes
     for limit in (space, inodes):
         if limit is not None and (limit.used < 0 or limit.soft < 0 or limit.hard < 0):
-            raise ProbeError(f"negative numbers ({quota})")
+            raise ValueError(f"negative numbers ({quota})")
     free_inodes = None if inodes is None else inodes.free
     if space.free is None and free_inodes is None:
         return None
@@ -358,15 +335,10 @@ def run_tool(command: Sequence[str]) -> str:
 
     Raises
     ------
-    ProbeError
+    OSError, SubprocessError
         It is missing, or does not end.
     """
-    try:
-        done = run_program(command, _TOOL_TIMEOUT_S, {**environment(), "LC_ALL": "C"})
-    except FileNotFoundError as error:
-        raise ProbeError(f"{command[0]} is not installed") from error
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ProbeError(f"{shlex.join(command)}: {error}") from error
+    done = run_program(command, _TOOL_TIMEOUT_S, {**environment(), "LC_ALL": "C"})
     return done.stdout + done.stderr
 
 
@@ -418,7 +390,7 @@ class Prober:
             try:
                 quotas = probe(self, mount)
                 spaces += [r for q in quotas if (r := quota_space(name, q)) is not None]
-            except (ProbeError, OSError, ValueError, KeyError, IndexError) as error:
+            except _TROUBLE as error:
                 self._complain(name, error)
         return tightest(spaces)
 
@@ -432,8 +404,7 @@ class Prober:
 
     def _complain(self, name: str, error: Exception) -> None:
         text = "free space cannot be read from %s: %s; the next source is used"
-        missing = isinstance(error, ProbeError) and "not installed" in str(error)
-        if missing and self.config.probe == "auto":
+        if isinstance(error, FileNotFoundError) and self.config.probe == "auto":
             log.debug(text, name, error)
         else:
             self._complaints.warn(name, text, name, error)
@@ -445,8 +416,8 @@ class Prober:
             text = self.run(command)
             found = parse(text)
             if not found and text.strip() and "none" not in text:
-                raise ProbeError(f"it printed {text.strip().splitlines()[0]!r}")
-        except (ProbeError, ValueError, KeyError, IndexError) as error:
+                raise ValueError(f"it printed {text.strip().splitlines()[0]!r}")
+        except _TROUBLE as error:
             self._complain(shlex.join(command[:3]), error)
             return []
         return found
@@ -502,27 +473,12 @@ def _ask_of_owners(tool: str, prober: Prober, mount: Mount) -> list[Quota]:
 
 
 def _ask_btrfs(prober: Prober, mount: Mount) -> list[Quota]:
-    """The kernel's own figures, readable by everyone; else the tool's."""
-    subvolume = btrfs_subvolume(prober.folder)
-    if subvolume is None:
-        return []
-    found: list[Quota] = []
-    device = Path(mount.source).name
-    for folder in _SYSFS_BTRFS.glob("*/devices"):
-        groups = folder.parent / "qgroups"
-        if (folder / device).exists() and groups.is_dir():
-            found = _btrfs_kernel(groups, subvolume)
-            if all(p.name.startswith("0_") for p in groups.iterdir() if p.is_dir()):
-                return found
-            break
-    # Groups of groups: only the tool shows which of them limit this folder.
-    command = ("btrfs", "qgroup", "show", "--raw", "-reF", str(existing(prober.folder)))
-    return found + prober.rows(parse_btrfs_qgroups, *command)
-
-
-def _btrfs_kernel(groups: Path, subvolume: int) -> list[Quota]:
-    folder = groups / f"0_{subvolume}"
-    if not folder.is_dir():
+    """The kernel's own figures of the subvolume, readable by everyone; `btrfs qgroup show`, which
+    also has groups of groups, is for root alone."""
+    subvolume, device = btrfs_subvolume(prober.folder), Path(mount.source).name
+    systems = (path.parents[1] for path in _SYSFS_BTRFS.glob(f"*/devices/{device}"))
+    folder = next((system / "qgroups" / f"0_{subvolume}" for system in systems), None)
+    if folder is None or not folder.is_dir():
         return []
     value = {p.name: int(p.read_text()) for p in folder.iterdir()}
     # Data not yet on the disk are reserved, and count against the limit.
@@ -544,7 +500,7 @@ def _ask_command(prober: Prober, mount: Mount) -> list[Quota]:
     command = [word.replace("{folder}", str(prober.folder)) for word in command]
     text = prober.run(command)
     if prober.config.pattern is None:
-        raise ProbeError("`disk.pattern` is needed to read the command's output")
+        raise ValueError("`disk.pattern` is needed to read the command's output")
     return parse_with_pattern(text, prober.config.pattern)
 
 

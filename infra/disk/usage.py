@@ -6,22 +6,32 @@ elsewhere are never followed, and files that vanish in the meantime are left out
 
 Caches on the same quota (``disk.watch_caches``) are found by environment variables or paths. They
 are shown and never deleted: that is for their own tools.
+
+Triton, Inductor, vLLM and CUDA compile for minutes, and keep the result in the home folder by
+default, which has a quota and is slow on a cluster. Those that the user has not placed go into a
+folder of this user alone on the job's node (:func:`use_node_caches`). All of them write under a
+temporary name and rename, so jobs of one node share them. A cache holds code that is run: a folder
+that another user has made, or could write to, is not used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra.disk.caches import COMPILE_CACHES, node_caches
 from infra.host.files import again, names_in
+from infra.process.watchdog import is_private
 from infra.store import atomic
 from infra.store.layout import AttemptPaths, Layout, StagePaths
+
+log = logging.getLogger(__name__)
 
 Kind = Literal[
     "checkpoints",  # to resume from
@@ -208,6 +218,37 @@ def by_run_and_kind(items: Sequence[DiskItem], runs: Mapping[str, Sequence[str]]
     order = [*reversed(list(runs)), ""]
     rows = [UsageRow(run, kind, size) for (run, kind), size in sums.items()]
     return sorted(rows, key=lambda r: (order.index(r.run), KINDS.index(r.kind)))
+
+
+# ---------------------------------------------------------------- caches
+
+#: Settings of caches of compiled code, and the folder of each.
+COMPILE_CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "VLLM_CACHE_ROOT": "vllm",
+    "CUDA_CACHE_PATH": "cuda",
+}
+
+
+def node_caches() -> Path:
+    """Folder of this user's caches on this node."""
+    return Path(tempfile.gettempdir()) / f"refiner-caches-{os.getuid()}"
+
+
+def use_node_caches(settings: MutableMapping[str, str] = os.environ) -> None:
+    """Place the caches of compiled code that have no place yet on this node's own disk."""
+    parent = node_caches()
+    try:
+        parent.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        log.warning("compilers' caches stay in their usual places: %s", error)
+        return
+    if not is_private(str(parent)):
+        log.warning("compilers' caches stay in their usual places: %s is not ours alone", parent)
+        return
+    for name, folder in COMPILE_CACHES.items():
+        settings[name] = settings.get(name) or str(parent / folder)
 
 
 def find_caches(names: Iterable[str]) -> list[DiskItem]:

@@ -9,27 +9,20 @@ thread is abandoned, and does not keep the process from ending. Nothing heavy is
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import json
 import os
-import shutil
-import signal
 import subprocess
-import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from infra.host.files import existing
-from infra.host.processes import environment
+from infra.host.processes import environment, run_program
 from infra.slurm.profiles import Profile, load_profile
-from infra.store.atomic import TEMPORARY
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.fingerprint import get_field
@@ -333,51 +326,11 @@ def last_json(text: str) -> dict[str, Any] | None:
 
 
 def ask(command: Sequence[str], timeout_s: float) -> ProgramOutput:
-    """Run a program; it and its children are ended after ``timeout_s`` seconds."""
+    """Run a program; it is ended after ``timeout_s`` seconds."""
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env={**environment(), "LC_ALL": "C"},
-            start_new_session=True,
-        )
+        done = run_program(command, timeout_s, {**environment(), "LC_ALL": "C"})
+    except subprocess.TimeoutExpired:
+        return ProgramOutput(-1, err=f"no answer in {timeout_s:.0f} s")
     except OSError as error:
         return ProgramOutput(None, err=str(error))
-    _asked.add(process)
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        _end(process)
-        return ProgramOutput(-1, err=f"no answer in {timeout_s:.0f} s")
-    finally:
-        _asked.discard(process)
-    return ProgramOutput(process.returncode, out, err)
-
-
-#: Programs without an answer: a check that was given up leaves them, but the doctor ends them.
-_asked: set[subprocess.Popen[str]] = set()
-
-
-@atexit.register
-def _kill_programs() -> None:
-    for process in list(_asked):
-        _end(process)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def scratch_in(folder: Path) -> Iterator[Path]:
-    """A new folder below ``folder``, or below the nearest parent that exists."""
-    made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}doctor-", dir=existing(folder)))
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    return ProgramOutput(done.returncode, done.stdout, done.stderr)

@@ -113,7 +113,8 @@ def make_model(source: Path, target: Path, companions: Path | None, *, within: P
     ``within`` as in :func:`model_files`."""
     target.mkdir(parents=True, exist_ok=True)
     for name, path in sorted(model_files(source, companions, within=within).items()):
-        link_or_copy(path, target / name)
+        if not link(path, target / name):
+            copy(path, target / name)
     return missing_in(target)
 
 
@@ -155,20 +156,14 @@ def require_whole(model: Path, doing: str) -> None:
     )
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link where the file system has them, else a copy.
+def copy(source: Path, target: Path) -> None:
+    """Copy a file that is no link.
 
     Raises
     ------
     OSError
         There is no space, or no permission to read.
     """
-    if not link(source, target):
-        copy(source, target)
-
-
-def copy(source: Path, target: Path) -> None:
-    """Copy a file that is no link; errors as in :func:`link_or_copy`."""
     with open_file(source) as reading, target.open("wb") as writing:
         shutil.copyfileobj(reading, writing, _CHUNK)
 

@@ -335,7 +335,7 @@ def _words(response: httpx2.Response) -> str:
 
 
 @dataclass(eq=False)
-class Sending:
+class _Sending:
     """Progress of sent files, reported by any of the sending threads."""
 
     total: int
@@ -366,7 +366,7 @@ class Sending:
 class _ProgressFile(io.FileIO):
     """A file that reports how much of it was read."""
 
-    def __init__(self, path: str, name: str, sending: Sending) -> None:
+    def __init__(self, path: str, name: str, sending: _Sending) -> None:
         super().__init__(path)
         self._repo_name, self._sending = name, sending
 
@@ -386,7 +386,7 @@ class _Addition(CommitOperationAdd):  # type: ignore[misc]
         Its bytes are read from disk while being sent.
     """
 
-    def __init__(self, file: FileToPublish, sending: Sending, *, trusted: bool) -> None:
+    def __init__(self, file: FileToPublish, sending: _Sending, *, trusted: bool) -> None:
         small = file.source is None or file.bytes <= READ_BYTES
         super().__init__(file.name, _checked(file) if small else file.source)
         self.is_large = not small
@@ -447,6 +447,6 @@ def operations(
     StageFailed
         A small file differs from what its stage wrote.
     """
-    sending = Sending(len(wanted), progress, should_stop)
+    sending = _Sending(len(wanted), progress, should_stop)
     deleted = [CommitOperationDelete(name) for name in gone]
     return [*(_Addition(file, sending, trusted=trusted) for file in wanted), *deleted]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from infra.host.secrets import masked
 from infra.publishing import stopped
+from infra.store.atomic import chain_of
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
 
 _WORDS = 300
@@ -76,7 +77,7 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
     import httpx2
     from huggingface_hub import errors as theirs
 
-    chain = list(_chain(error))
+    chain = list(chain_of(error))
     ours = next((link for link in chain if isinstance(link, RefinerError)), None)
     if found := ours or _of_text(error, repo_id):
         return found
@@ -183,15 +184,6 @@ def _shown(text: str) -> str:
     return line if len(line) <= _WORDS else line[:_WORDS] + "…"
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or link.__context__
-
-
 def rejection(error: BaseException) -> str | None:
     """The Hub's message if its storage refuses a file, or has lost it; None for other errors.
 
@@ -200,7 +192,7 @@ def rejection(error: BaseException) -> str | None:
     """
     from huggingface_hub import errors as theirs
 
-    for link in _chain(error):
+    for link in chain_of(error):
         if isinstance(link, theirs.HfHubHTTPError):
             request, status = link.response.request, link.response.status_code
             path = str(request.url.path)

@@ -12,6 +12,10 @@ same class, words, system error number and causes, so that :func:`infra.jobs.fai
 a caller's ``except`` see no difference. Its traceback is attached as a note, for logs only. Errors
 of the contract, of our packages and of Python are rebuilt as such; of any other class (torch's)
 only the name is kept: it becomes a :class:`RankError` of that name.
+
+Every two seconds, a thread of each rank sends its counts
+(:data:`~refiner_core.training.pulse.PULSE`) and, once its stacks were asked for, the last NCCL
+collective by NCCL's flight recorder. Other processes of this user can read its stacks.
 """
 
 from __future__ import annotations
@@ -21,14 +25,21 @@ import importlib
 import json
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from infra.host.gpus import VISIBLE
+from infra.host.processes import host_name
 from infra.jobs.failures import traceback_signature
+from infra.process.stacks import offer_stacks, was_asked
 from refiner_core.contract.errors import RefinerError, UnsupportedError
 from refiner_core.contract.placement import Placement
+from refiner_core.contract.records import from_json
+from refiner_core.training.pulse import PULSE
 
 #: The job's ``CUDA_VISIBLE_DEVICES``; unset if that was unset.
 JOB_GPUS = "REFINER_JOB_GPUS"
@@ -45,6 +56,7 @@ _TEXT_LIMIT, _TRACEBACK_LIMIT = 8_000, 24_000
 MARK = "REFINER_RANKS_MARK"
 #: Readers cut lines (:mod:`infra.external.process`), so an event is shorter.
 _LIMIT = 60_000
+_BEAT_S = 2.0
 
 
 def trainer_settings(gpus: Sequence[int], given: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -101,9 +113,7 @@ def rank_settings(placement: Placement, given: Mapping[str, str] = os.environ) -
 
 def node_settings(order: Mapping[str, str]) -> dict[str, str]:
     """:func:`rank_settings` from the order of a node's ranks alone."""
-    placement = json.loads(order[ORDER])["placement"]
-    gpus, servers = tuple(placement["trainer_gpus"]), tuple(map(tuple, placement["server_gpus"]))
-    return rank_settings(Placement(placement["nodes"], placement["nproc_per_node"], gpus, servers))
+    return rank_settings(from_json(Placement, json.loads(order[ORDER])["placement"]))
 
 
 class _RankError(RuntimeError):
@@ -217,3 +227,36 @@ def _without_length(value: dict[str, Any]) -> dict[str, Any]:
     error["text"], error["traceback"] = error["text"][:4000], error["traceback"][-12_000:]
     error.pop("parts", None) if len(json.dumps(error)) > _LIMIT else None
     return {**value, "error": error}
+
+
+# ---------------------------------------------------------------- signs of life
+
+
+def start_beats(rank: int) -> None:
+    """Send counts until this process ends."""
+    offer_stacks()
+    threading.Thread(target=_send_beats, args=(rank,), name="beats", daemon=True).start()
+
+
+def _send_beats(rank: int) -> None:
+    own = {"event": "beat", "rank": rank, "host": host_name(), "pid": os.getpid()}
+    own["node"] = os.environ.get("SLURMD_NODENAME") or own["host"]
+    while True:
+        tell({**own, **PULSE.to_json(), **_nccl()})
+        time.sleep(_BEAT_S)
+
+
+def _nccl() -> dict[str, Any]:
+    """The last NCCL collective of this rank; empty without NCCL. The recorder is read only once
+    there is a reason: it stops nothing, but copies a few thousand entries."""
+    if not PULSE.nccl:
+        return {}
+    if not was_asked():
+        return {"nccl": {}}
+    entries: list[dict[str, Any]] = []
+    with suppress(AttributeError, ValueError, KeyError, RuntimeError):  # by the version of torch
+        recorder = importlib.import_module("torch._C._distributed_c10d")
+        entries = json.loads(recorder._dump_nccl_trace_json(True, False))["entries"]
+    last = entries[-1] if entries else {}
+    seq = last.get("collective_seq_id", last.get("seq_id", 0))
+    return {"nccl": {"enqueued": seq, "name": last.get("profiling_name", "")}}

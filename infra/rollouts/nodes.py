@@ -70,7 +70,7 @@ def _saved_in(folder: Path, tokenizer: Any) -> SaveWeights:
     return save
 
 
-class NodeServers:
+class _NodeServers:
     """Rank 0's end of the servers of another node, a
     :class:`~refiner_core.contract.types.RolloutServers`.
 
@@ -146,7 +146,7 @@ class NodeServers:
                 self._tell(now - began)
 
 
-class ServersOfNodes:
+class _ServersOfNodes:
     """The servers of all nodes as one :class:`~refiner_core.contract.types.RolloutServers`: first
     those of the first node, then those of the second, and so on.
 
@@ -158,7 +158,7 @@ class ServersOfNodes:
         Number of servers of a node.
     """
 
-    def __init__(self, nodes: Sequence[LocalRolloutServers | NodeServers], each: int) -> None:
+    def __init__(self, nodes: Sequence[LocalRolloutServers | _NodeServers], each: int) -> None:
         self._nodes, self._each = nodes, each
 
     def start(self, weights: Path) -> list[Endpoint]:
@@ -237,10 +237,10 @@ def open_on_nodes(
         else:
             others = accept_nodes(listener, key, placed.nodes - 1, _COME_S)
             remote = [
-                NodeServers(node, connection, hello["folder"], should_stop, tell)
+                _NodeServers(node, connection, hello["folder"], should_stop, tell)
                 for node, (connection, hello) in sorted(others.items())
             ]
-            servers = ServersOfNodes([local, *remote], len(placed.server_gpus))
+            servers = _ServersOfNodes([local, *remote], len(placed.server_gpus))
             stack.callback(servers.close)
             yield vllm_generator(config, servers, local.memory, tokenizer)
 

@@ -22,11 +22,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
-import infra
 from infra.external.process import CANNOT_START, fill, without_ours
 from infra.host.processes import ProcessId, free_port, holder_of
 from infra.host.secrets import MASK
@@ -185,7 +183,7 @@ def server_environment(
 
     All processes of the server inherit ``mark``, so that its leftovers can be found.
     """
-    kept = without_ours(given, Path(infra.__file__).resolve().parent.parent)
+    kept = without_ours(given)
     kept = {name: value for name, value in kept.items() if name not in _NEVER}
     kept |= {"PYTHONUNBUFFERED": "1", MARK: mark}
     if key and engine in KEY_VARIABLES:
@@ -197,7 +195,7 @@ class NotReady(Exception):
     """It does not answer (yet)."""
 
 
-class PortTaken(KilledError):
+class _PortTaken(KilledError):
     """Another process was faster to listen there."""
 
 
@@ -300,7 +298,7 @@ class ServerProcess(abc.ABC):
                 return
             except BaseException as error:
                 self.stop(0.0)
-                if not isinstance(error, PortTaken) or tries == _PORTS_TRIED:
+                if not isinstance(error, _PortTaken) or tries == _PORTS_TRIED:
                     raise
                 log.warning("%s; trying another one", error.what)
 
@@ -339,14 +337,14 @@ class ServerProcess(abc.ABC):
         ------
         NotReady
             It does not, yet.
-        PortTaken
+        _PortTaken
             Another process does.
         """
         holder = "nobody"
         if self._child is not None:
             holder = holder_of(self.at.port, self._child.pid, by_daemon=self.by_daemon)
         if holder == "another":
-            raise PortTaken(
+            raise _PortTaken(
                 f"Port {self.at.port} was given to {self.name.lower()}, but another process "
                 "listens there",
                 expected="a port that no other process takes meanwhile",
@@ -377,7 +375,7 @@ class ServerProcess(abc.ABC):
             self._child.wait_read()
         said = self.last_word()
         if early and _PORT_TAKEN.search("\n".join(self._tail)):
-            return PortTaken(
+            return _PortTaken(
                 f"Port taken: {said}",
                 expected="a port that no process listens on",
                 fix="nothing; another one is tried",

@@ -2,5 +2,5 @@
 
 ``profiles`` (features of a cluster) -> ``submission`` (hands over a job; the orchestrator may be
 one) -> ``scheduler`` (one query for all jobs) -> ``states`` (the meaning of Slurm's words).
-``dispatcher`` combines them for :mod:`infra.jobs`; ``nodes`` reads the GPUs of a cluster's nodes.
+``dispatcher`` combines them for :mod:`infra.jobs`.
 """

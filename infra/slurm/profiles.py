@@ -3,12 +3,15 @@
 In: a shipped name (``infra/profiles/*.yaml``) or the path of a YAML file. Out: a frozen
 :class:`Profile`. Stages declare resources (GPUs, cores, memory, time); the profile says how they
 are requested on this cluster, the setup of a job, and which stages stay on the machine where
-`refiner` runs.
+`refiner` runs. The GPUs of its nodes are those that `sinfo` lists: nothing is known without it, or
+if it does not answer soon, because plans are made on other machines, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from infra.host.processes import run_program
 from refiner_core.contract.checks.secrets import assigned_secrets, is_secret_name
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
@@ -24,6 +28,8 @@ from refiner_core.contract.files import find_file, shipped_files, yaml_fields
 from refiner_core.contract.planned import PlannedStage
 
 PROFILE_PACKAGE = "infra.profiles"
+_SINFO_S = 5.0
+_GPUS = re.compile(r"\bgpu:(?:(?P<type>[A-Za-z][\w.-]*):)?(?P<count>\d+)")
 #: The profile of recipes that name none.
 DEFAULT_PROFILE = "default"
 
@@ -269,3 +275,31 @@ def _check_values(profile: Profile, path: Path) -> None:
         )
     if profile.container.image and "{image}" not in profile.container.command:
         raise _wrong("container.command", profile.container.command, "text with {image}", path)
+
+
+# ---------------------------------------------------------------- its nodes
+
+
+def gpus_of_nodes(profile: Profile) -> tuple[int, ...] | None:
+    """GPUs of each node for the profile's jobs with GPUs; None if Slurm does not tell."""
+    place = profile.place_for(Resources(gpus=1))
+    options = [f"--partition={place.partition}"] if place.partition else []
+    options += [f"--nodes={place.nodelist}"] if place.nodelist else []
+    try:
+        done = run_program(["sinfo", "-h", "-N", *options, "-o", "%P|%n|%G"], _SINFO_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode != 0:
+        return None
+    rows = [line.strip().split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
+    if not place.partition:
+        rows = [row for row in rows if row[0].endswith("*")] or rows
+    nodes = {node: offered for _, node, offered in rows if node not in place.exclude}
+    found = (count_gpus(offered, profile.gpu_type) for offered in nodes.values())
+    return tuple(count for count in found if count)
+
+
+def count_gpus(offered: str, kind: str | None = None) -> int:
+    """GPUs of a node, all or of one type, from the words of `sinfo`: ``gpu:h100:8(S:0-1)``."""
+    parts = _GPUS.finditer(offered)
+    return sum(int(p["count"]) for p in parts if kind is None or p["type"] == kind)

@@ -34,6 +34,7 @@ from infra.store import atomic
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, LaunchError, RefinerError
 from refiner_core.contract.placement import STAGES as TRAINING_STAGES
+from refiner_core.contract.records import picked
 
 _REFUSED = re.compile(
     r"invalid (?:partition|account|qos|feature|reservation|generic resource|constraint|node name"
@@ -208,11 +209,7 @@ class Submitter:
             "ntasks_per_node": 1,
             "cpus_per_task": wanted.cpus,
             "mem": f"{wanted.memory_gb}GB",
-            "partition": place.partition,
-            "account": place.account,
-            "qos": place.qos,
-            "constraint": place.constraint,
-            "nodelist": place.nodelist,
+            **picked(place, "partition", "account", "qos", "constraint", "nodelist"),
             "exclude": ",".join(exclude) or None,
             "setup": [*profile.setup, *modules] or None,
             "wckey": None,  # submitit's default is unknown to a site with such keys

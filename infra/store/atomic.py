@@ -224,7 +224,7 @@ def _json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def _write_new(path: Path, data: bytes, *, sync: bool = True, mode: int) -> None:
+def _write_new(path: Path, data: bytes, *, sync: bool = True, mode: int = 0o666) -> None:
     # 0o666 and not mkstemp's 0o600: the umask decides whether a group shares the workspace.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as file:
@@ -349,11 +349,8 @@ def refusal(folder: Path, size: int = PROBE_BYTES) -> int | None:
     accepts them."""
     probe = temporary_name(folder / "probe")
     try:
-        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(os.urandom(size))  # not zeros: a compressing file system would hide them
-            file.flush()
-            os.fsync(file.fileno())
+        # Not zeros: a compressing file system would hide them.
+        _write_new(probe, os.urandom(size))
     except OSError as error:
         return error.errno if error.errno in _TEXTS else None
     finally:

@@ -16,11 +16,12 @@ another one never counts double.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from infra.host.files import names_in
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.layout import night_call
@@ -44,7 +45,7 @@ class NightlyRecords(RecordFiles):
 
     def nights(self) -> list[str]:
         """All nights that were started or followed up, in order."""
-        return [p.name for p in _sorted(self.folder / "nights", "[0-9]*")]
+        return [name for name in names_in(self.folder / "nights") if name[0].isdigit()]
 
     def worker_of(self, night: str) -> OrchestratorProcess:
         """The last process that took a night over."""
@@ -71,16 +72,15 @@ class NightlyRecords(RecordFiles):
     def note_run(self, night: str, checkpoint: str, run: str, digest: str) -> None:
         """Record which call evaluates a checkpoint in a night, and its weights."""
         folder = self._night(night) / "runs"
-        number = len(_sorted(folder, f"{checkpoint}-[0-9]*.json")) + 1
+        number = len(self.runs_of(night, checkpoint)) + 1
         value = {"run": run, "digest": digest, "checkpoint": checkpoint}
         while not self._create(folder / f"{checkpoint}-{number:04d}.json", value):
             number += 1
 
     def runs_of(self, night: str, checkpoint: str) -> list[dict[str, Any]]:
         """Calls that evaluate a checkpoint in a night, oldest first."""
-        found = _sorted(self._night(night) / "runs", f"{checkpoint}-[0-9]*.json")
-        read = [r for r in map(self.read_control, found) if r is not None]
-        return [r for r in read if r["checkpoint"] == checkpoint]
+        found = map(self.read_control, atomic.json_files(self._night(night) / "runs"))
+        return [r for r in found if r is not None and r["checkpoint"] == checkpoint]
 
     def miss(self, night: str, checkpoint: str, why: str) -> None:
         """Record why a checkpoint has no number in a night, and will have none."""
@@ -89,7 +89,7 @@ class NightlyRecords(RecordFiles):
 
     def missed(self, night: str) -> dict[str, str]:
         """Checkpoint -> why it has no number in a night."""
-        found = map(self.read_control, _sorted(self._night(night) / "missed", "[!.]*.json"))
+        found = map(self.read_control, atomic.json_files(self._night(night) / "missed"))
         return {r["checkpoint"]: r["why"] for r in found if r is not None}
 
     # ------------------------------------------------------------ the history
@@ -106,7 +106,7 @@ class NightlyRecords(RecordFiles):
         WorkspaceError
             A line is damaged or of a newer version.
         """
-        paths = _sorted(self.folder / "history", "[0-9]*.json")
+        paths = atomic.json_files(self.folder / "history")
         found = (self.load(NightRow, path, newest=ROW_VERSION) for path in paths)
         return [row for row in found if row is not None]
 
@@ -131,7 +131,8 @@ class NightlyRecords(RecordFiles):
 
     def alerts(self) -> list[dict[str, Any]]:
         """All alerts, by the night that confirmed them."""
-        found = map(self.read_control, _sorted(self.folder / "alerts", "*/alert.json"))
+        folder = self.folder / "alerts"
+        found = map(self.read_control, (folder / name / "alert.json" for name in names_in(folder)))
         return sorted((a for a in found if a is not None), key=lambda a: (a["night"], a["id"]))
 
     def note_unsent(self, alert: str, whys: Mapping[str, str]) -> None:
@@ -157,10 +158,3 @@ class NightlyRecords(RecordFiles):
 
     def _create(self, path: Path, value: Mapping[str, Any]) -> bool:
         return self.create(path, value, "recording a nightly evaluation")
-
-
-def _sorted(folder: Path, pattern: str) -> Sequence[Path]:
-    try:
-        return sorted(folder.glob(pattern))
-    except (FileNotFoundError, NotADirectoryError):
-        return []

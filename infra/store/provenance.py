@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from infra.host.files import PASSING, again, exists
-from infra.host.processes import ProcessId, host_name
+from infra.host.processes import ProcessId, host_name, run_program
 from infra.host.secrets import MASK, masked
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
@@ -246,9 +246,7 @@ def run_provenance(command: Sequence[str], code: str, checkout: _Checkout) -> di
         "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
         "code": code,
         "command": masked_command(command),
-        "versions": dict(versions()),
-        "python": platform.python_version(),
-        "host": host(),
+        **_process(),
     }
 
 
@@ -257,9 +255,7 @@ def job_provenance(config: RecipeConfig) -> dict[str, Any]:
     folder = Path(__file__).resolve().parents[2].name
     return {
         "code": folder if _SNAPSHOT.fullmatch(folder) else None,
-        "versions": dict(versions()),
-        "python": platform.python_version(),
-        "host": host(),
+        **_process(),
         "seeds": {
             "run": config.seed,
             "split": config.data.split_seed,
@@ -268,6 +264,10 @@ def job_provenance(config: RecipeConfig) -> dict[str, Any]:
         },
         "threads": config.model.cpu_threads,
     }
+
+
+def _process() -> dict[str, Any]:
+    return {"versions": dict(versions()), "python": platform.python_version(), "host": host()}
 
 
 @functools.cache  # slow where many runs are recorded
@@ -339,12 +339,11 @@ def this_command() -> list[str]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    command, quiet = ["git", "-C", str(folder), *arguments], subprocess.DEVNULL
     try:
-        done = subprocess.run(command, capture_output=True, timeout=20, check=False, stdin=quiet)
+        done = run_program(["git", "-C", str(folder), *arguments], 20)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _cpu_model() -> str:

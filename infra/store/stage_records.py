@@ -36,6 +36,7 @@ from refiner_core.contract.records import (
     StageResult,
     StageSpec,
     from_json,
+    picked,
     to_json,
 )
 
@@ -72,11 +73,9 @@ def read_evidence(text: str | bytes | None) -> PublishedState | None:
     """Contents of an evidence file; None if there is none, or it is not refiner's."""
     try:
         said: Any = json.loads(text or "null")
-        if not isinstance(said, dict) or said.get("kind") != KIND:
-            return None
-        files = tuple(OutputFile(f["path"], f["bytes"], f["sha256"]) for f in said["files"])
-        return PublishedState(int(said["step"]), str(said["fingerprint"]), files)
-    except (ValueError, KeyError, TypeError):
+        ours = isinstance(said, dict) and said.get("kind") == KIND
+        return from_json(PublishedState, said) if ours else None
+    except (ValueError, TypeError):
         return None
 
 
@@ -302,14 +301,9 @@ class StageRecords(RecordFiles):
         )
         spec = StageSpec(
             version=RECORD_VERSION,
-            name=stage.name,
-            kind=stage.kind,
-            fingerprint=stage.fingerprint,
-            model=stage.model,
             stage_version=stage.version,
-            identity=stage.identity,
-            sources=stage.sources,
-            input_fingerprints=stage.input_fingerprints,
+            **picked(stage, "name", "kind", "fingerprint", "model"),
+            **picked(stage, "identity", "sources", "input_fingerprints"),
         )
         with no_space_guard(self.root, f"claiming {stage.title}"):
             make_folder(paths.attempts)

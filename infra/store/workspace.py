@@ -44,11 +44,6 @@ def is_shared(root: Path) -> bool:
     return any(real.is_relative_to(os.path.realpath(p)) for p in named if p.is_absolute())
 
 
-def keep_others_out(shared: bool) -> None:
-    """Create no file in this process, or its children, that strangers may write to."""
-    os.umask(os.umask(0o077) | (0o002 if shared else 0o022))
-
-
 def doubt_about(path: Path, *, shared: bool) -> str:
     """Reason why others may have written to a file or folder; empty if they cannot have.
 
@@ -80,7 +75,7 @@ def refuse_doubtful(layout: Layout) -> None:
     fix = "name another one with `workspace=DIR`"
     if "may write" in doubt:
         fix += f", or, if all its contents are yours, `chmod go-w {folder}`"
-    if "everybody" not in doubt:
+    if "everyone" not in doubt:
         fix += f"; share it only with people you trust like yourself: `export {SHARED}={root}`"
     raise WorkspaceError(
         f"{folder} cannot be trusted: {doubt}, and jobs run the contents of a workspace",
@@ -185,7 +180,7 @@ class Workspace(StageRecords, RunRecords):
         WorkspaceError
             Names the folder, and the fix.
         """
-        keep_others_out(is_shared(self.root))
+        os.umask(os.umask(0o077) | (0o002 if is_shared(self.root) else 0o022))
         refuse_doubtful(self.layout)
 
     # ------------------------------------------------------------ creating

@@ -68,7 +68,8 @@ class Client:
 
     def __init__(self, api_key_env: str, timeout_s: float, *, own: bool = False) -> None:
         self._api_key_env, self._own = api_key_env, own
-        self._proxy = functools.cache(_no_proxy if own else proxy_of)
+        # Own servers are on this machine.
+        self._proxy = functools.cache((lambda _: None) if own else proxy_of)
         self._probe_s = min(PROBE_S, timeout_s)
         # The caller sets the deadline of an answer.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
@@ -130,10 +131,6 @@ class Client:
     def _words(self, error: BaseException) -> str:
         name = type(error).__name__
         return f"{name}: {error}".rstrip(": ") if self._own else name
-
-
-def _no_proxy(url: str) -> None:
-    """No proxy: own servers are on this machine."""
 
 
 def proxy_of(url: str) -> str | None:

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from infra.judgements.segments import HEADER
-from infra.judgements.store import RECORD, WorkspaceStore
+from infra.judgements.store import HEADER, RECORD, WorkspaceStore
 from infra.store.provenance import host
 from refiner_core.contract.types import StoredJudgement
 

@@ -113,7 +113,7 @@ def test_gpus_are_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.Monke
     row = "'NVIDIA H200, 570.1, 143771'"
     program(tmp_path, "nvidia-smi", f"printf '%s\\n' {row} {row}")
     first_on_path(monkeypatch, tmp_path)
-    monkeypatch.setattr("infra.doctor.gpu.installed", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr("infra.doctor.machine.installed", lambda _: "2.13.0+cpu")
     found = examine(only=["gpu"])
     assert named(found, "gpu", "GPUs").what == "2 x NVIDIA H200, 140 GiB each, driver 570.1"
     torch = named(found, "gpu", "torch")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.running.calls import make_recipe_plan
-from infra.disk.forecast import ForecastInputs, forecast_disk, size_of_model
+from infra.disk.forecast import forecast_disk
 from infra.disk.usage import take_inventory
 from infra.store.workspace import Workspace
 from refiner_core.models.random_model import save_random_model
@@ -23,9 +23,7 @@ def test_the_disk_use_of_a_publishing_run_equals_its_forecast(tmp_path: Path) ->
         *("sft.keep=1", "publish.which=listed", "publish.steps=[2]"),
     )
     before = Workspace.read_only(tmp_path / "runs")
-    forecast = forecast_disk(
-        [make_recipe_plan("tiny", recipe)], ForecastInputs(before, size_of_model)
-    )
+    forecast = forecast_disk([make_recipe_plan("tiny", recipe)], before)
     assert forecast.unknown == ()
     done = refiner("run", "tiny", *recipe, "--no-server")
     assert done.code == 0, done.stderr

@@ -21,8 +21,7 @@ import pytest
 from flows.cli.main import main
 from flows.stages.judging import judge_by_hand, judge_for
 from infra.judgements import store
-from infra.judgements.segments import summarise
-from infra.judgements.store import WorkspaceStore
+from infra.judgements.store import WorkspaceStore, summarise
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import JudgeOutage

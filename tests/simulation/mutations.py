@@ -83,7 +83,7 @@ def _submit_again_after_silence() -> Iterable[Patch]:
 
 
 def _metrics_not_taken_over() -> Iterable[Patch]:
-    yield AttemptIO, "_take_over", lambda self, found: None
+    yield AttemptIO, "go_on_from", lambda self, found: None
 
 
 def _numbers_are_skipped() -> Iterable[Patch]:

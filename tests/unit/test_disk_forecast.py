@@ -14,7 +14,6 @@ from flows.cli.plan import plan_command
 from infra.disk.forecast import (
     STATE_BYTES,
     Forecast,
-    ForecastInputs,
     ModelSize,
     StageNeed,
     forecast_disk,
@@ -43,7 +42,7 @@ def plan_of(**grpo: Any) -> Plan:
 
 
 def need(plan: Plan, workspace: Workspace, kind: str = "grpo") -> StageNeed:
-    found = forecast_disk([plan], ForecastInputs(workspace, lambda _: FOUR_B))
+    found = forecast_disk([plan], workspace, lambda _: FOUR_B)
     return next(s for s in found.stages if s.stage.kind == kind)
 
 
@@ -93,9 +92,7 @@ def test_an_own_trainer_takes_what_it_keeps_and_one_more(workspace: Workspace) -
     """What its checkpoints take is learned from those that are there: nothing else tells."""
     command = CommandConfig(run="train", keep=3)
     plan = make_plan(replace(small_config("command"), command=command), SOURCES)
-    assert forecast_disk([plan], ForecastInputs(workspace, lambda _: FOUR_B)).unknown == (
-        "command",
-    )
+    assert forecast_disk([plan], workspace, lambda _: FOUR_B).unknown == ("command",)
     stage = claim(workspace, plan, "command")
     for step in (10, 20):
         foreign_checkpoint(workspace.layout.stage(stage.id).data / "work", step)
@@ -105,7 +102,7 @@ def test_an_own_trainer_takes_what_it_keeps_and_one_more(workspace: Workspace) -
     assert found.known
     other = replace(plan.config, command=CommandConfig(run="another one"))
     plans = [make_plan(other, SOURCES)]
-    assert forecast_disk(plans, ForecastInputs(workspace, lambda _: FOUR_B)).unknown == ("command",)
+    assert forecast_disk(plans, workspace, lambda _: FOUR_B).unknown == ("command",)
 
 
 def test_what_was_measured_counts_more_than_what_is_computed(workspace: Workspace) -> None:
@@ -119,21 +116,21 @@ def test_what_was_measured_counts_more_than_what_is_computed(workspace: Workspac
 
 
 def test_shared_stages_count_once_and_finished_ones_not_at_all(workspace: Workspace) -> None:
-    known = ForecastInputs(workspace, lambda _: FOUR_B)
+    known = (workspace, lambda _: FOUR_B)
     one, two = plan_of(beta=0.0), plan_of(beta=0.1)
-    both = forecast_disk([one, two], known)
+    both = forecast_disk([one, two], *known)
     assert sorted(s.stage.kind for s in both.stages) == ["data", "grpo", "grpo"]
-    assert both.final_bytes > 1.9 * forecast_disk([one], known).final_bytes
+    assert both.final_bytes > 1.9 * forecast_disk([one], *known).final_bytes
     claim(workspace, one, "data")
     finish(workspace, one.by_name["data"].id)
-    left = forecast_disk([one], ForecastInputs(workspace, lambda _: ModelSize(None, "?")))
+    left = forecast_disk([one], workspace, lambda _: ModelSize(None, "?"))
     assert [s.stage.kind for s in left.stages] == ["grpo"]
     assert left.unknown == ("grpo",)
 
 
 def test_a_reclaim_makes_space_for_the_next_trial(workspace: Workspace) -> None:
     plans = [plan_of(beta=b) for b in (0.0, 0.1, 0.2)]
-    found = forecast_disk(plans, ForecastInputs(workspace, lambda _: FOUR_B))
+    found = forecast_disk(plans, workspace, lambda _: FOUR_B)
     one = replace(found, parallel=1)
     assert isinstance(one, Forecast)
     assert one.least_bytes < one.peak_bytes
@@ -251,10 +248,10 @@ def publishing_plan(which: str = "every-save", target: str = "folder", **grpo: A
 
 
 def test_each_published_step_takes_space(workspace: Workspace) -> None:
-    known, weights = ForecastInputs(workspace, lambda _: FOUR_B), 4 * 10**9 * 2
-    final = forecast_disk([publishing_plan("final")], known).final_bytes
-    every = forecast_disk([publishing_plan()], known).final_bytes
+    known, weights = (workspace, lambda _: FOUR_B), 4 * 10**9 * 2
+    final = forecast_disk([publishing_plan("final")], *known).final_bytes
+    every = forecast_disk([publishing_plan()], *known).final_bytes
     one_held = 4 * 10**9 * 14
     assert every - final == pytest.approx(3 * 2 * weights + one_held, rel=1e-3), "steps 50 to 150"
-    hub = forecast_disk([publishing_plan(target="hub")], known).final_bytes
+    hub = forecast_disk([publishing_plan(target="hub")], *known).final_bytes
     assert every - hub == pytest.approx(4 * weights, rel=1e-3), "nothing of it lies here"

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from infra.disk import inventory as copies_module
-from infra.disk.caches import use_node_caches
 from infra.disk.garbage_collection import Candidate, ReclaimOrder, carry_out, plan_reclaim
 from infra.disk.inventory import Inventory, PublishedCopy, StageFacts, Weights, read_inventory
 from infra.disk.manager import FLOOR_BYTES, DiskEvent, DiskManager, DiskWatch, Reservations
@@ -27,6 +26,7 @@ from infra.disk.usage import (
     measure,
     size_of,
     take_inventory,
+    use_node_caches,
 )
 from infra.jobs.dispatcher import AttemptRef
 from infra.judgements.store import WorkspaceStore

@@ -21,19 +21,21 @@ from hypothesis import strategies as st
 
 from flows.adopting import adopt_run
 from infra.external.checkpoints import (
+    choose,
+    contents_damage,
     damage,
+    detect,
     find_checkpoints,
     newest_complete,
     older,
     remove,
     unfinished,
 )
-from infra.external.detection import choose, contents_damage, detect
-from infra.external.exports import find_export, link_or_copy, make_model, require_whole
+from infra.external.exports import copy, find_export, make_model, require_whole
 from infra.external.process import (
     LineReader,
     OutputLine,
-    TrainerCall,
+    TrainerJob,
     TrainerLog,
     TrainerProcess,
     command_text,
@@ -41,12 +43,14 @@ from infra.external.process import (
     error_of,
     kernel_oom_kills,
 )
+from infra.host.files import link
 from infra.jobs.failures import classify
 from infra.process.child import MARK, kill_stale_processes
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.types import Progress
+from tests.support.command import ROOT
 
 RULE = CommandConfig(checkpoints="checkpoint-*", step_pattern=r"(\d+)(?!.*\d)")
 
@@ -73,8 +77,8 @@ def checkpoint(folder: Path, step: int, *, data: bytes | None = None, **files: s
     return path
 
 
-def call(output: Path, **more: Any) -> TrainerCall:
-    return TrainerCall(output, output.parent, 7, "command-1", 2, **more)
+def job_of(config: CommandConfig, output: Path, **more: Any) -> TrainerJob:
+    return TrainerJob(config, output, output.parent, 7, "command-1", 2, **more)
 
 
 # ---------------------------------------------------------------- weights
@@ -198,12 +202,12 @@ def test_values_are_quoted_and_braces_of_the_shell_stay(tmp_path: Path) -> None:
         run="train --out {output} --seed {seed} {resume} ${HOME} $(awk '{{print $1}}' x)",
         resume_arguments="--resume {checkpoint}",
     )
-    first = command_text(config, call(output))
+    first = command_text(job_of(config, output))
     assert first == (
         f"train --out '{tmp_path}/it'\"'\"'s; a $HOME folder' --seed 7  "
         "${HOME} $(awk '{print $1}' x)"
     )
-    second = command_text(config, call(output, checkpoint=Path("/c k/1")))
+    second = command_text(job_of(config, output, checkpoint=Path("/c k/1")))
     assert "--resume '/c k/1' ${HOME}" in second
 
 
@@ -212,10 +216,10 @@ def test_the_trainer_has_the_environment_of_its_user(tmp_path: Path) -> None:
         "PATH": "/bin",
         "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"/ours{os.pathsep}/theirs",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}/theirs",
     }
     config = CommandConfig(run="x", env=("OUT={output}/logs", "OMP_NUM_THREADS=8"))
-    settings = environment(config, call(tmp_path), Path("/ours"), base)
+    settings = environment(job_of(config, tmp_path), base)
     assert settings["PYTHONPATH"] == "/theirs"
     assert "PYTHONSAFEPATH" not in settings
     assert settings["OMP_NUM_THREADS"] == "8"
@@ -384,8 +388,9 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
     """Between looking at a folder and taking its files, its owner may change it."""
     (tmp_path / "token").write_text("hf_secret")
     (tmp_path / "merges.txt").symlink_to(tmp_path / "token")
+    assert not link(tmp_path / "merges.txt", tmp_path / "taken")
     with pytest.raises(OSError, match="symbolic links"):
-        link_or_copy(tmp_path / "merges.txt", tmp_path / "taken")
+        copy(tmp_path / "merges.txt", tmp_path / "taken")
     assert not (tmp_path / "taken").exists()
 
 

@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.judgements import store
-from infra.judgements.segments import (
+from infra.judgements.store import (
     HEADER_BYTES,
     RECORD_BYTES,
+    JudgementIndex,
+    WorkspaceStore,
+    decode,
     encode_record,
     list_segments,
     summarise,
 )
-from infra.judgements.store import JudgementIndex, WorkspaceStore, decode
 from refiner_core.contract.types import StoredJudgement
 from tests.support.faulty_disk import FaultyDisk
 
