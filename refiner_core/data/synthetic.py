@@ -13,7 +13,7 @@ title before the claim's tag (`` Nabsuf crop<snippet id=S_a2B9> …``). A model 
 parameters needs this cue to find the right id; without it evidence selection is not learned at
 this size.
 
-``truth`` is for measurement (:mod:`refiner_core.data.truth`); no reward may read it.
+``truth`` is for measurement (:mod:`refiner_core.evaluation.metrics`); no reward may read it.
 
 Rubric weights: a required fact weighs four times as much as a forbidden statement. With equal
 weights a second claim is a risk that does not pay, and a policy learns to say

@@ -51,7 +51,7 @@ from refiner_core.answers import (
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import ANSWER_ONLY, Judgement, JudgeRequest
-from refiner_core.rewards.penalties import prices_of
+from refiner_core.rewards.course import prices_of
 from refiner_core.rubrics import Rubric
 
 F1_SHARE = 0.6

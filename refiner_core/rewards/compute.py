@@ -51,7 +51,7 @@ from refiner_core.rewards.combine import (
     score_citations,
     total_reward,
 )
-from refiner_core.rewards.penalties import penalty_measures
+from refiner_core.rewards.course import penalty_measures
 from refiner_core.rubrics import Rubric, select_rubrics
 
 _REASONS_SHOWN = 3

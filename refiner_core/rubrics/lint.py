@@ -25,7 +25,7 @@ from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.files import json_lines, keys_twice, parquet_rows
 from refiner_core.rubrics import rubric_set_path, shipped_rubric_sets
 from refiner_core.rubrics.rows import Rubric, normal_entry, rubric_entries
-from refiner_core.rubrics.set_file import read_entry, read_set
+from refiner_core.rubrics.rows import read_entry, read_set
 
 Severity = Literal["error", "warning"]
 

@@ -28,7 +28,7 @@ from refiner_core.contract.types import (
     SamplingParams,
 )
 from refiner_core.data.prepared import load_prompts
-from refiner_core.data.random_baseline import random_baseline_answers
+from refiner_core.rewards.attacks import random_baseline_answers
 from refiner_core.generation.load import load_tokenizer
 from refiner_core.judges import build_judge, prompting
 from refiner_core.rewards import RewardInput, compute_rewards

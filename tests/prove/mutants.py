@@ -54,7 +54,7 @@ NEAREST: dict[str, dict[str, str]] = {
     "rewards": {
         "refiner_core/rewards/combine.py": "rewards rewards_composition",
         "refiner_core/rewards/compute.py": "rewards reward_stream rewards_composition",
-        "refiner_core/rewards/penalties.py": "rewards_composition reward_attacks",
+        "refiner_core/rewards/course.py": "rewards_composition reward_attacks",
     },
     "statistics": {
         "refiner_core/evaluation/results.py": "compare_results",

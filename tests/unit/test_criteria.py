@@ -10,7 +10,7 @@ import pytest
 
 from refiner_core.contract.config import DataConfig, RewardConfig
 from refiner_core.contract.types import PromptRow
-from refiner_core.data.random_baseline import random_baseline_answers
+from refiner_core.rewards.attacks import random_baseline_answers
 from refiner_core.data.rows import parse_row
 from refiner_core.data.sources import read_rows, resolve_source
 from refiner_core.judges.lexical import LexicalJudge

@@ -24,7 +24,7 @@ from refiner_core.report.printing import plain
 from refiner_core.report.run.rendering import page
 from refiner_core.report.transcripts import answer_markup, evidence_of, spans
 from refiner_core.rewards.combine import total_reward
-from refiner_core.rewards.penalties import prices_of
+from refiner_core.rewards.course import prices_of
 from tests.support.run_reports import empty_report, hostile_report
 
 REWARD = RewardConfig()

@@ -8,9 +8,9 @@ from statistics import mean
 import pytest
 
 from refiner_core import synthetic_words
-from refiner_core.data.random_baseline import random_baseline_answers
+from refiner_core.rewards.attacks import random_baseline_answers
 from refiner_core.data.synthetic import generate_rows
-from refiner_core.data.truth import score_truth
+from refiner_core.evaluation.metrics import score_truth
 
 TRUTH = {
     "facts": [

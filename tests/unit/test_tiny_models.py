@@ -14,7 +14,7 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.data.synthetic import generate_rows
-from refiner_core.data.truth import score_truth
+from refiner_core.evaluation.metrics import score_truth
 from refiner_core.environments.conversation import Conversation, prompt_ids
 from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.environments.turns import call_text

@@ -31,7 +31,7 @@ from refiner_core.environments.tau2.package import (
     load_tau2,
     widen_client,
 )
-from refiner_core.environments.tau2.tasks import NL_BASIS, assertions_of, basis_of
+from refiner_core.environments.tau2.episode import NL_BASIS, assertions_of, basis_of
 
 _SUMMARY = 160
 #: Sent to servers that need no key: the client refuses to work without one.
