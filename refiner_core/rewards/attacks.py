@@ -11,16 +11,16 @@ copies their text. A model that scores no higher has learned the form only.
 """
 
 from __future__ import annotations
+
 import itertools
+import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
-from refiner_core.answers import Claim, parse_answer, strip_tags
+
+from refiner_core.answers import Claim, parse_answer, parse_evidence, strip_tags
 from refiner_core.judges.lexical import STOPWORDS, content_words
 from refiner_core.rubrics import Rubric
-import random
-import re
-from refiner_core.answers import parse_evidence
 
 
 class AttackedRow(NamedTuple):
@@ -229,14 +229,11 @@ def _cited(row: AttackedRow, answer: str) -> tuple[str, ...]:
     return cited or tuple(row.evidence)
 
 
-_MAX_WORDS = 40
 #: Number of claims, with its frequency in synthetic demonstrations.
 _CLAIM_COUNTS = {1: 0.51, 2: 0.45, 3: 0.04}
 
 
-def random_baseline_answers(
-    prompt_text: str, rng: random.Random, *, max_words: int = _MAX_WORDS
-) -> str:
+def random_baseline_answers(prompt_text: str, rng: random.Random) -> str:
     """Answer a prompt without reading it.
 
     Parameters
@@ -245,9 +242,7 @@ def random_baseline_answers(
         Text with ``<snippet id=…>`` or ``<webpage id=…>`` evidence. An example of the notation
         in its instructions does not count, as for the rewards.
     rng
-        Draws the number of claims and the snippets.
-    max_words
-        Longer snippets are cut to this many words.
+        Draws the number of claims and the snippets, each cut to :data:`_MAX_WORDS` words.
 
     Returns
     -------
@@ -260,5 +255,5 @@ def random_baseline_answers(
     claims = []
     for cited, text in drawn:
         words = re.sub(r"<[^>]*>", " ", text).split()  # without tags
-        claims.append(f"<snippet id={cited}>{' '.join(words[:max_words])}</snippet>")
+        claims.append(f"<snippet id={cited}>{' '.join(words[:_MAX_WORDS])}</snippet>")
     return f"<answer>{' '.join(claims)}</answer>"

@@ -14,10 +14,10 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.data.synthetic import generate_rows
-from refiner_core.evaluation.metrics import score_truth
 from refiner_core.environments.conversation import Conversation, prompt_ids
 from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.environments.turns import call_text
+from refiner_core.evaluation.metrics import score_truth
 from refiner_core.generation.load import load_model, resolve_ref
 from refiner_core.models import builtin_model_dir
 from refiner_core.models.random_model import make_random_model
@@ -96,7 +96,9 @@ def test_text_comes_back_exactly(tokenizers, name: str):
 
 def test_generated_rows_are_short_and_need_no_byte(tokenizer):
     bytes_used = set()
-    for row in generate_rows("sft", 300, 1, flaw_share=0.0):
+    rows = [row for row in generate_rows("sft", 430, 1) if row["metadata"]["flaw"] is None]
+    assert len(rows) > 250
+    for row in rows:
         for turn in row["conversations"]:
             tokens = tokenizer.tokenize(turn["content"])
             bytes_used |= {token for token in tokens if len(token) == 1}
