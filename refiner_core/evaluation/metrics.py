@@ -19,12 +19,14 @@ own parser does not fool this one.
 """
 
 from __future__ import annotations
+
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.files import replacing
@@ -32,10 +34,6 @@ from refiner_core.contract.types import PromptRow, RewardResult
 from refiner_core.environments.protocol import FAILURES
 from refiner_core.evaluation.metric_names import BY_PEOPLE, FAILURE, FIRST, base_of, pass_names
 from refiner_core.evaluation.statistics import Kind
-import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
-
 
 #: Metrics that are components of a reward, where one has another name.
 _FROM_REWARD = (

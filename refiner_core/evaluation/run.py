@@ -45,19 +45,19 @@ from refiner_core.contract.types import (
     StageIO,
 )
 from refiner_core.data.prepared import load_prompts
-from refiner_core.rewards.attacks import random_baseline_answers
 from refiner_core.evaluation.metrics import sample_row
 from refiner_core.evaluation.protocol import Decoding, make_protocol, sampling_params
 from refiner_core.evaluation.results import MeasuredRows, write_results
 from refiner_core.generation.completions import completion_text
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
+from refiner_core.rewards.attacks import random_baseline_answers
 from refiner_core.samples import BatchReporter, OpenServers, PlannedSample, sample_answers
 
 COPIER = "random_copier"
 _Row = dict[str, Any]
 
 
-class SampleUnit(NamedTuple):
+class _SampleUnit(NamedTuple):
     """Samples of whole prompts that are made together; ``decoding`` is None for the reference.
     ``key`` names the decoding or reference."""
 
@@ -73,7 +73,7 @@ def asked(config: RecipeConfig, decoding: Decoding | None) -> int:
 
 def units_of(
     config: RecipeConfig, prompts: Sequence[PromptRow], reference: str, *, whole: bool = True
-) -> list[SampleUnit]:
+) -> list[_SampleUnit]:
     """All work, in order: the reference first, which needs no model, then each decoding. A unit is
     a generation batch if units are kept ``whole``, and else all of a decoding."""
     units, evaluate = [], config.evaluate
@@ -86,7 +86,7 @@ def units_of(
                 for p in prompts[first : first + size]
                 for i in range(samples)
             )
-            units.append(SampleUnit(key, decoding, wanted))
+            units.append(_SampleUnit(key, decoding, wanted))
     return units
 
 
@@ -95,7 +95,7 @@ class UnitWork(BatchWork[_Row]):
     """Samples of an evaluation, by units; each is a row without its metrics."""
 
     what = "The evaluation"
-    units: Sequence[SampleUnit]
+    units: Sequence[_SampleUnit]
 
     def key(self, sample: _Row) -> tuple[str, int]:
         """See :class:`~refiner_core.batches.BatchWork`."""
@@ -109,7 +109,7 @@ def work_units(
     kind: type[_Work],
     config: RecipeConfig,
     model_ref: str,
-    units: Sequence[SampleUnit],
+    units: Sequence[_SampleUnit],
     *,
     io: StageIO,
     total: int,

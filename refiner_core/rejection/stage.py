@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +67,7 @@ from refiner_core.environments.protocol import (
     record_from_json,
 )
 from refiner_core.environments.registry import open_environment
-from refiner_core.environments.scoring import require_episode_errors
+from refiner_core.environments.scoring import require_episodes
 from refiner_core.generation.completions import closing_ids, completion_text
 from refiner_core.judges.context import usage_to_json
 from refiner_core.rejection.attempts import (
@@ -236,14 +235,9 @@ class _Attempts(BatchWork[RejectionAttempt]):
 
     def _require(self, made: Sequence[RejectionAttempt]) -> None:
         """Raise :class:`EnvironmentOutage` if too many attempts ended by errors."""
-        failed = [attempt for attempt in made if attempt.status == "error"]
-        require_episode_errors(
-            Counter(attempt.error_kind for attempt in failed),
-            len(made),
-            self.config.environment.max_error_share,
-            of="episodes of a batch",
-            example=failed[0].error if failed else "",
-        )
+        errors = [(a.error_kind, a.error) for a in made if a.status == "error"]
+        share = self.config.environment.max_error_share
+        require_episodes(errors, len(made), share, of="episodes of a batch")
 
     def demonstration(self, prompt: PromptRow, attempt: RejectionAttempt) -> DemonstrationRow:
         """A kept attempt as a demonstration: loss on the model's own tokens and on the token that

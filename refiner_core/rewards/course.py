@@ -41,20 +41,20 @@ Lengths are in words, not tokens, so that they are the same for each model and f
 """
 
 from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
 from refiner_core.answers import (
     ParsedAnswer,
     ParsedEvidence,
     compared,
     parse_answer,
     parse_evidence,
+    strip_tags,
 )
-from collections.abc import Sequence
-from refiner_core.answers import ParsedAnswer, ParsedEvidence, compared, strip_tags
 from refiner_core.contract.config import PenaltiesConfig
 from refiner_core.contract.types import ANSWER_ONLY
-
 
 _RUN = 5
 
@@ -114,7 +114,9 @@ def measures_of(answer: ParsedAnswer, text: str, sources: str) -> dict[str, floa
         "repeated_share": share(len(claims) - len(set(claims)), len(claims)),
         "cited_share": share(sum(claim.well_formed for claim in answer.claims), len(claims)),
         "copied_share": share(sum(copied), words),
-        "outside_share": share(max(0, outside) if answer.single_block else len(text), len(text)),
+        "outside_share": share(
+            max(0, outside) if answer.body is not None else len(text), len(text)
+        ),
     }
 
 

@@ -12,17 +12,17 @@ faults. Loading a set raises at the first fault; checking a file shows each.
 """
 
 from __future__ import annotations
+
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
-from refiner_core.contract.errors import DataError
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
+
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from refiner_core.contract.errors import DataError
 
 Polarity = Literal["positive", "negative"]
 
@@ -92,11 +92,11 @@ def normalise_rubrics(obj: Any) -> dict[str, list[_RubricEntry]]:
     return result
 
 
-def parse_rubrics(obj: Any, source: str = "instance") -> tuple[Rubric, ...]:
+def parse_rubrics(obj: Any) -> tuple[Rubric, ...]:
     """The rubrics of a row as values, positive ones first. Input and errors as above."""
     normal = normalise_rubrics(obj)
     return tuple(
-        Rubric(entry["title"], entry["description"], polarity, entry["weight"], source)
+        Rubric(entry["title"], entry["description"], polarity, entry["weight"])
         for key, polarity in _KEYS.items()
         for entry in normal[key]
     )

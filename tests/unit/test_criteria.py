@@ -10,7 +10,6 @@ import pytest
 
 from refiner_core.contract.config import DataConfig, RewardConfig
 from refiner_core.contract.types import PromptRow
-from refiner_core.rewards.attacks import random_baseline_answers
 from refiner_core.data.rows import parse_row
 from refiner_core.data.sources import read_rows, resolve_source
 from refiner_core.judges.lexical import LexicalJudge
@@ -18,6 +17,7 @@ from refiner_core.report.printing import document
 from refiner_core.rescoring.criteria import criteria_report, rubric_credits, sections
 from refiner_core.rescoring.rollouts import StoredRollout
 from refiner_core.rewards import RewardInput, compute_rewards
+from refiner_core.rewards.attacks import random_baseline_answers
 from tests.support.judged_worlds import draw_criteria, judge_answers
 from tests.support.real_rows import RL_ROWS
 

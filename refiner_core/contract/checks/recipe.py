@@ -6,17 +6,20 @@ Checks of a `command` section: another trainer's texts, patterns and paths.
 """
 
 from __future__ import annotations
+
 import functools
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
 from urllib.parse import urlsplit
+
 from refiner_core.contract.checks.environment import check_environment
 from refiner_core.contract.checks.secrets import check_secrets
 from refiner_core.contract.checks.training import check_training
-from refiner_core.contract.config import LEXICAL_MODELS, RecipeConfig
+from refiner_core.contract.config import LEXICAL_MODELS, RecipeConfig, placeholders
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import refuse_fields, suggest
 from refiner_core.contract.kinds import kinds_of
@@ -27,11 +30,6 @@ from refiner_core.contract.protocols import all_under, refused_under
 from refiner_core.contract.sections.publish import LICENSES
 from refiner_core.contract.sections.steering import VARIABLE, check_notify
 from refiner_core.contract.services import asks_judge, serves
-import functools
-import re
-from refiner_core.contract.config import RecipeConfig, placeholders
-from refiner_core.contract.fields import refuse_fields
-
 
 _FIELDS = dict(walk(RecipeConfig))
 _VALUES = attrgetter(*_FIELDS)

@@ -1,11 +1,8 @@
 """The desk as an environment.
 
 In: the configuration of the environment and of its user. Out: :class:`DeskEnvironment`,
-:func:`desk_digest`. Torch-free.
-
-An episode at the desk: tools, user, rules, checks and its value.
-
-In: a task and its :class:`~.domain.Domain`. Out: :class:`DeskEpisode`.
+:func:`desk_digest`, and of a task and its :class:`~.domain.Domain` an episode
+(:class:`DeskEpisode`): tools, user, rules, checks and its value. Torch-free.
 
 The expected end state is not stored: a task's ``solution`` is played once, with its own user, and
 the resulting state, calls and actions of the user are compared with those of an agent's episode.
@@ -13,24 +10,19 @@ Formulas and classes of failure are in ``refiner_core/environments/README.md``.
 """
 
 from __future__ import annotations
+
+import copy
 import hashlib
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
+
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import user as scripted
 from refiner_core.environments.desk import vocabulary
-from refiner_core.environments.desk.domain import FINISH, HAND_OVER, SPEAK
-from refiner_core.environments.desk.tasks import COUNTS, DOMAINS, VERSION, own_tasks
-from refiner_core.environments.protocol import Task, ToolCall, ToolSpec
-from refiner_core.synthetic_words import draw_id
-import copy
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
 from refiner_core.environments.desk.domain import (
     FINISH,
     HAND_OVER,
@@ -39,7 +31,7 @@ from refiner_core.environments.desk.domain import (
     Domain,
     ToolRefusal,
 )
-from refiner_core.environments.desk.tasks import DOMAINS
+from refiner_core.environments.desk.tasks import COUNTS, DOMAINS, VERSION, own_tasks
 from refiner_core.environments.desk.user import ScriptedUser
 from refiner_core.environments.protocol import (
     Check,
@@ -49,8 +41,9 @@ from refiner_core.environments.protocol import (
     Step,
     Task,
     ToolCall,
+    ToolSpec,
 )
-
+from refiner_core.synthetic_words import draw_id
 
 Calls = list[ToolCall]
 _FINISH = ToolCall(FINISH, {})

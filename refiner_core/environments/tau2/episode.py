@@ -11,26 +11,30 @@ In: values of the package. Out: plain values.
 """
 
 from __future__ import annotations
+
+import json
+import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
+
 from refiner_core.contract.config import UserConfig
-from refiner_core.contract.types import Judge
-from refiner_core.environments.protocol import InfrastructureError, Message, Outcome, Step, ToolCall
-from refiner_core.environments.tau2.package import Parts
-import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 from refiner_core.contract.errors import Interrupted, RefinerError
 from refiner_core.contract.types import Judge, JudgeRequest
-from refiner_core.environments.protocol import Check, Failure, InfrastructureError, Message
-
+from refiner_core.environments.protocol import (
+    Check,
+    Failure,
+    InfrastructureError,
+    Message,
+    Outcome,
+    Step,
+    ToolCall,
+)
+from refiner_core.environments.tau2.package import Parts
 
 #: Kinds of faults by parts of the names of errors, since its client may not be importable here;
 #: any other error means that the user's answer was unusable.
@@ -287,7 +291,7 @@ class Tau2Episode:
             seed=self._seed % _SEEDS,
         )
 
-    def _measure(self, simulation: Any) -> tuple[EpisodeWorth, dict[str, Any]]:
+    def _measure(self, simulation: Any) -> tuple[_EpisodeWorth, dict[str, Any]]:
         parts, task = self.parts, self.task
         basis = basis_of(task)
         try:
@@ -362,7 +366,7 @@ _QUESTION = "A conversation of a service agent with a customer, and with tools."
 
 
 @dataclass(frozen=True)
-class EpisodeWorth:
+class _EpisodeWorth:
     """Measured value of an episode."""
 
     reward: float
@@ -371,7 +375,7 @@ class EpisodeWorth:
     excluded: tuple[str, ...] = ()
 
 
-def read_reward_info(reward_info: Mapping[str, Any] | str) -> EpisodeWorth:
+def read_reward_info(reward_info: Mapping[str, Any] | str) -> _EpisodeWorth:
     """Components and checks.
 
     Raises
@@ -384,7 +388,7 @@ def read_reward_info(reward_info: Mapping[str, Any] | str) -> EpisodeWorth:
         reward = _number(values["reward"])
         parts = values.get("reward_breakdown") or {}
         components = {_COMPONENTS[name]: _number(part) for name, part in parts.items()}
-        return EpisodeWorth(reward, components, tuple(_checks(values)))
+        return _EpisodeWorth(reward, components, tuple(_checks(values)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InfrastructureError(
             f"The reward_info of tau2-bench cannot be read ({type(error).__name__}: {error}).",
@@ -436,8 +440,8 @@ def _json(value: Any) -> str:
 
 
 def with_judged(
-    measured: EpisodeWorth, assertions: Sequence[str], transcript: str, judge: Judge
-) -> EpisodeWorth:
+    measured: _EpisodeWorth, assertions: Sequence[str], transcript: str, judge: Judge
+) -> _EpisodeWorth:
     """Add assertions in plain language, each put to the judge: an assertion holds if
     the judge gives the full score.
 
@@ -479,7 +483,7 @@ def _judge_failed(why: str) -> InfrastructureError:
 
 
 def failure_of(
-    measured: EpisodeWorth, *, reason: str, tools: Sequence[str], errors: Sequence[str]
+    measured: _EpisodeWorth, *, reason: str, tools: Sequence[str], errors: Sequence[str]
 ) -> Failure | None:
     """Reason why an episode failed, None if it did not; the first applicable one of
     :data:`~refiner_core.environments.protocol.FAILURES`.

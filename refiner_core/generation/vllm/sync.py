@@ -1,7 +1,7 @@
 """Transfer of new weights to running servers: complete, and verified.
 
 In: a model that hands over its weights, one at a time, and a version. Out: servers with
-these weights, verified by a canary (:mod:`refiner_core.generation.vllm.sync`).
+these weights, verified by a canary.
 
 ::
 
@@ -18,35 +18,33 @@ with wrong weights. It is ended, and another one is started in its place.
 
 The folder of the current version stays, since servers may have to be started from it.
 
-The administrative routes of a rollout server: health, pause, new weights.
-
-In: an endpoint. Out: its answers, or :class:`AdminError`. The routes exist only with
-``VLLM_SERVER_DEV_MODE=1``; the key is sent with all of them, though vLLM itself ignores it.
+The administrative routes exist only with ``VLLM_SERVER_DEV_MODE=1``; the key is sent with all of
+them, though vLLM itself ignores it.
 """
 
 from __future__ import annotations
+
 import errno
 import logging
 import math
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urljoin
+
+import httpx
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
+
 from refiner_core.contract.errors import KilledError, NoSpaceError, StageFailed
 from refiner_core.contract.types import Endpoint, RolloutServers
 from refiner_core.generation.completions import stop_ids
 from refiner_core.generation.saving import HandOver, Weights, save_model, whole_shape
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
-from urllib.parse import urljoin
-import httpx
-import torch
-from torch import Tensor
-from refiner_core.contract.types import Endpoint
 from refiner_core.generation.vllm.wire import (
     SCORING_TEMPERATURE,
     InvalidResponse,
@@ -54,7 +52,6 @@ from refiner_core.generation.vllm.wire import (
     said,
     scoring_body,
 )
-
 
 log = logging.getLogger(__name__)
 #: Accept no request from now on. None is running: the fleet's lock ensures that.
@@ -193,14 +190,14 @@ class WeightSync:
             admin.forget_prefixes()
             admin.post("/resume")
             return self._wrong(admin)
-        except AdminError as error:
+        except _AdminError as error:
             return str(error)
 
     def _require(self, index: int) -> None:
         """Raise if a newly started server is wrong."""
         try:
             wrong = self._wrong(self._admin(index))
-        except AdminError as error:
+        except _AdminError as error:
             raise KilledError(
                 f"Rollout server {index} was started and then failed: {error}",
                 fix="none needed if it was killed from outside; else check its output",
@@ -307,7 +304,7 @@ def canary_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple((7 * place + 5) % vocabulary for place in range(_TOKENS))
 
 
-class AdminError(Exception):
+class _AdminError(Exception):
     """A server did not carry out a command; its state is now unknown."""
 
 
@@ -330,14 +327,14 @@ class Admin:
         body = {"method": "refiner_load_weights", "kwargs": {"weights_path": weights}}
         results = self.post("/collective_rpc", body).get("results")
         if not isinstance(results, list) or not all(isinstance(r, dict) for r in results):
-            raise AdminError(
+            raise _AdminError(
                 f"its workers said {results!r} after loading (is the extension there?)"
             )
 
     def forget_prefixes(self) -> None:
         """Drop the prefix cache of other weights."""
         if self.post("/reset_prefix_cache").get("success") is False:
-            raise AdminError(
+            raise _AdminError(
                 "it could not drop its prefix cache: something still holds blocks of it"
             )
 
@@ -347,7 +344,7 @@ class Admin:
         try:
             return canary.difference(*read_scores(answer.content, canary.prompt_ids))
         except InvalidResponse as error:
-            raise AdminError(f"its answer to the canary cannot be used: {error}") from error
+            raise _AdminError(f"its answer to the canary cannot be used: {error}") from error
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The answer of a route."""
@@ -355,7 +352,7 @@ class Admin:
         try:
             found = answer.json() if answer.content else {}
         except ValueError as error:
-            raise AdminError(f"{route} answered {said(answer.content, self.endpoint)}") from error
+            raise _AdminError(f"{route} answered {said(answer.content, self.endpoint)}") from error
         return found if isinstance(found, dict) else {}
 
     def _ask(self, route: str, **body: Any) -> httpx.Response:
@@ -367,9 +364,9 @@ class Admin:
         try:
             answer = httpx.post(urljoin(self.endpoint.url, route), **body)
         except httpx.HTTPError as error:
-            raise AdminError(f"no answer to {route}: {error or type(error).__name__}") from error
+            raise _AdminError(f"no answer to {route}: {error or type(error).__name__}") from error
         if answer.status_code != 200:
-            raise AdminError(
+            raise _AdminError(
                 f"HTTP {answer.status_code} for {route}: {said(answer.content, self.endpoint)}"
             )
         return answer
