@@ -256,6 +256,8 @@ class RewardStream:
             place: [] for place, plan in self._plans.items() if not plan.requests
         }
         for places, found in self._answers():
+            if len(found) != (wanted := len(self._requests(places))):
+                raise RuntimeError(f"the judge gave {len(found)} judgements for {wanted} requests")
             rest = iter(found)
             for place in places:
                 asked = self._plans[place].requests
