@@ -325,11 +325,6 @@ class Claim:
     problems: tuple[Problem, ...] = ()
 
     @property
-    def cited(self) -> bool:
-        """True if the span has at least one id, known or not."""
-        return bool(self.ids)
-
-    @property
     def well_formed(self) -> bool:
         """True if the span is a closed tag with content, with all ids known."""
         return self.tagged and not self.problems
@@ -350,11 +345,6 @@ class ParsedAnswer:
     problems: Mapping[Problem, int]
 
     @property
-    def single_block(self) -> bool:
-        """Exactly one answer block, which may be empty."""
-        return self.body is not None
-
-    @property
     def malformed(self) -> bool:
         """No single answer block, or an empty one: there is nothing to judge."""
         return any(problem in FATAL for problem in self.problems)
@@ -362,7 +352,7 @@ class ParsedAnswer:
     @property
     def well_formed(self) -> bool:
         """One answer block without any problem and with at least one cited claim."""
-        return not self.problems and any(claim.cited for claim in self.claims)
+        return not self.problems and any(claim.ids for claim in self.claims)
 
     @property
     def tagged_claims(self) -> tuple[Claim, ...]:

@@ -16,27 +16,34 @@ import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.errors import (
     DamagedCheckpoint,
     EnvironmentOutage,
     Interrupted,
     RefinerError,
 )
-from refiner_core.contract.types import Judge, JudgeUsage, RewardResult, StageIO
-from refiner_core.generation.reporting import BatchReporter
+from refiner_core.contract.types import (
+    Generator,
+    Judge,
+    JudgeUsage,
+    RewardResult,
+    StageIO,
+    TurnGenerator,
+)
 from refiner_core.judges.context import usage_from_json, usage_to_json
 from refiner_core.rewards import RewardInput, RewardStream
-from refiner_core.samples import PlannedSample, judge_meter
+from refiner_core.samples import BatchReporter, OpenServers, PlannedSample, judge_meter
 
 #: Interval of partial saves of a batch, if it may be saved in parts, seconds.
 KEEP_EVERY_S = 60.0
-_USAGE_FILE = "judge.json"
+_FOLDER, _USAGE_FILE = ".batches", "judge.json"
 _DONE, _WAITING = "batch", "waiting"
 #: A sample, and a row of a finished batch.
 S = TypeVar("S")
@@ -299,6 +306,64 @@ class BatchWork(ABC, Generic[S]):
 
     def _path(self, folder: Path, what: str, number: int) -> Path:
         return folder / f"{what}-{number:06d}{self.suffix}"
+
+
+_Work = TypeVar("_Work", bound=BatchWork[Any])
+
+
+@contextmanager
+def worked(
+    kind: type[_Work],
+    config: RecipeConfig,
+    model_ref: str,
+    batches: Sequence[Sequence[PlannedSample]],
+    *,
+    resources: Resources,
+    batch_size: int,
+    reporter: BatchReporter,
+    output_dir: Path,
+    window: int,
+    generator: Generator | TurnGenerator | None,
+    tokenizer: Any,
+    open_servers: OpenServers | None,
+    **own: Any,
+) -> Iterator[_Work]:
+    """Finished work on all batches; the end of the block deletes their files.
+
+    It samples with the given generator and tokenizer; else with the model's, over servers if
+    ``open_servers`` is given, or in this process on the device that ``resources`` request.
+    ``window`` is the largest number of tokens of a prompt and its answer, or of an episode;
+    ``own`` are further fields of ``kind``.
+    """
+    from refiner_core.generation.load import device_for, load_model, load_tokenizer, set_threads
+    from refiner_core.generation.transformers_backend import TransformersGenerator
+
+    if tokenizer is None:
+        tokenizer = load_tokenizer(model_ref, config.model)
+    on_step = reporter.turn if config.environment.name else reporter.step
+    folder = output_dir / _FOLDER
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        with ExitStack() as opened:
+            if generator is None and open_servers is not None:
+                generator = opened.enter_context(open_servers(tokenizer, window, on_step))
+            elif generator is None:
+                set_threads(config.model)
+                model = load_model(model_ref, config.model).to(device_for(resources))
+                options: Any = {"batch_size": batch_size, "on_step": on_step}
+                generator = TransformersGenerator(model, tokenizer, **options)
+            work = kind(
+                config=config,
+                batches=batches,
+                generator=generator,
+                tokenizer=tokenizer,
+                io=reporter.io,
+                reporter=reporter,
+                folder=folder,
+                **own,
+            )
+            work.run()
+        yield work
 
 
 def _streams(rewards: RewardStream | None) -> bool:

@@ -8,13 +8,14 @@ evaluations see the same kind of text. Rejection sampling and evaluations use th
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from refiner_core.contract.config import GrpoConfig, RecipeConfig, Resources
+from refiner_core.contract.config import GrpoConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import (
     Completion,
@@ -23,11 +24,12 @@ from refiner_core.contract.types import (
     Judge,
     JudgeUsage,
     OnCompletion,
+    Progress,
     PromptRow,
     SamplingParams,
+    StageIO,
     TurnGenerator,
 )
-from refiner_core.generation.reporting import BatchReporter
 from refiner_core.judges.context import usage_between, usage_of, usage_sum
 
 if TYPE_CHECKING:
@@ -141,38 +143,41 @@ def judge_meter(
 
 
 #: Starts servers of a fixed model for its tokenizer, sequences of at most so many tokens, and a
-#: callback as :meth:`~refiner_core.generation.reporting.BatchReporter.step`; its block ends them.
+#: callback as :meth:`BatchReporter.step`; its block ends them.
 OpenServers = Callable[
     [Any, int, Callable[[int, int], None]], AbstractContextManager[Generator | TurnGenerator]
 ]
 
 
-def opened_generator(
-    config: RecipeConfig,
-    model_ref: str,
-    tokenizer: Any,
-    resources: Resources,
-    *,
-    batch_size: int,
-    reporter: BatchReporter,
-    window: int,
-    given: Generator | TurnGenerator | None = None,
-    open_servers: OpenServers | None = None,
-) -> AbstractContextManager[Any]:
-    """The given generator; else one over servers if ``open_servers`` is given; else one over a
-    model in this process, on the device requested by ``resources``.
+class BatchReporter:
+    """``unit`` names the elements of a batch in the plural: samples, attempts."""
 
-    ``window`` is the largest number of tokens of a prompt and its answer, or of an episode.
-    """
-    if given is not None:
-        return nullcontext(given)
-    on_step = reporter.turn if config.environment.name else reporter.step
-    if open_servers is not None:
-        return open_servers(tokenizer, window, on_step)
-    from refiner_core.generation.load import device_for, load_model, set_threads
-    from refiner_core.generation.transformers_backend import TransformersGenerator
+    def __init__(self, io: StageIO, total: int, unit: str) -> None:
+        self.io, self.total, self._unit = io, total, unit
+        self._done, self._phase = 0, ""
+        self._last_s = time.monotonic()
 
-    set_threads(config.model)
-    loaded = load_model(model_ref, config.model).to(device_for(resources))
-    made = TransformersGenerator(loaded, tokenizer, batch_size=batch_size, on_step=on_step)
-    return nullcontext(made)
+    def batch(self, done: int, phase: str) -> None:
+        """``done`` batches are finished; ``phase`` begins."""
+        self._done, self._phase = done, phase
+        self.io.progress(Progress(done=done, total=self.total, phase=phase))
+
+    def step(self, finished: int, asked: int) -> None:
+        """Report progress of decoding within the batch."""
+        self._within(f"{self._unit}_finished", finished, self._unit, asked)
+
+    def turn(self, finished: int, turns: int) -> None:
+        """Report progress of an agent's turns, all that a generator knows."""
+        self._within("turns_finished", finished, "turns", turns)
+
+    def judged(self, judged: int, asked: int) -> None:
+        """Report progress of judging the previous batch."""
+        self._within(f"{self._unit}_judged", judged, self._unit, asked)
+
+    def _within(self, what: str, count: int, of: str, all_of_them: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s < 1.0:
+            return
+        self._last_s = now_s
+        values = {what: float(count), of: float(all_of_them)}
+        self.io.progress(Progress(self._done, self.total, self._phase, values))

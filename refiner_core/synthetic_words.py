@@ -3,17 +3,14 @@
 In: nothing. Out: constant word lists, and random draws from them.
 
 Everything is a pair: a name is a first and a second syllable (``Nab`` + ``suf``), a value
-is two words (``velm rota``), a snippet id is two pieces (``S_`` + ``k3`` + ``F7``). Every pair
-belongs to one of two disjoint halves: ``pretrain`` (pre-training text of the packaged base model)
-and ``task`` (the recipe's rows). So the base model knows all parts, but no whole.
+is two words (``velm rota``), a snippet id is two pieces (``S_`` + ``k3`` + ``F7``). Half of the
+pairs are used, those whose places have an odd sum; the packaged base model was pre-trained on the
+other half. So it knows all parts, but no whole.
 """
 
 from __future__ import annotations
 
 import random
-from typing import Literal
-
-World = Literal["task", "pretrain"]
 
 _ONSETS = "bdfghjklmnprstvz"
 _RIMES = ("ab", "el", "or", "um", "ig", "an", "et", "os", "ul", "im", "ar", "ek", "on", "ud", "il")
@@ -66,42 +63,29 @@ ATTRIBUTES: tuple[str, ...] = (
 SURVEY_WORDS: tuple[str, ...] = ("survey", "report", "letter")
 
 
-def _in_world(left: int, right: int, world: World) -> bool:
-    """Even pairs are for pre-training, odd pairs for the task."""
-    return (left + right) % 2 == (0 if world == "pretrain" else 1)
-
-
-def _draw(
-    rng: random.Random, left: tuple[str, ...], right: tuple[str, ...], world: World, joint: str
-) -> str:
+def _draw(rng: random.Random, left: tuple[str, ...], right: tuple[str, ...], joint: str) -> str:
     i = rng.randrange(len(left))
     j = rng.randrange(len(right) // 2) * 2
-    j += 0 if _in_world(i, j, world) else 1
-    return left[i] + joint + right[j]
+    return left[i] + joint + right[j + 1 - i % 2]
 
 
-def draw_name(rng: random.Random, world: World = "task") -> str:
+def draw_name(rng: random.Random) -> str:
     """A name of two syllables, such as ``Nabsuf``."""
-    return _draw(rng, FIRST_SYLLABLES, SECOND_SYLLABLES, world, "")
+    return _draw(rng, FIRST_SYLLABLES, SECOND_SYLLABLES, "")
 
 
-def draw_value(rng: random.Random, world: World = "task") -> str:
+def draw_value(rng: random.Random) -> str:
     """A value of two words, such as ``velm rota``."""
-    return _draw(rng, VALUE_HEADS, VALUE_TAILS, world, " ")
+    return _draw(rng, VALUE_HEADS, VALUE_TAILS, " ")
 
 
-def draw_id(rng: random.Random, world: World = "task") -> str:
+def draw_id(rng: random.Random) -> str:
     """A snippet id, such as ``S_k3F7``."""
-    return "S_" + _draw(rng, ID_HEADS, ID_TAILS, world, "")
+    return "S_" + _draw(rng, ID_HEADS, ID_TAILS, "")
 
 
-def similar_name(rng: random.Random, name: str, world: World = "task") -> str:
+def similar_name(rng: random.Random, name: str) -> str:
     """Another name with the first syllable of ``name``."""
     first = name[:3]
-    i = FIRST_SYLLABLES.index(first)
-    choices = [
-        syllable
-        for j, syllable in enumerate(SECOND_SYLLABLES)
-        if _in_world(i, j, world) and syllable != name[3:]
-    ]
-    return first + rng.choice(choices)
+    odd = SECOND_SYLLABLES[1 - FIRST_SYLLABLES.index(first) % 2 :: 2]
+    return first + rng.choice([syllable for syllable in odd if syllable != name[3:]])

@@ -37,7 +37,7 @@ from refiner_core.contract.proofs import CertifiedCheck
 from refiner_core.contract.types import Endpoint
 from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.saving import hand_over_of
-from refiner_core.generation.vllm.admin import Admin, tolerance_of
+from refiner_core.generation.vllm.sync import Admin, tolerance_of
 from refiner_core.training.ranks import Ranks
 
 #: Allowed relative difference of a loss or norm from one process in plain torch: sums over packs

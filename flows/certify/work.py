@@ -129,31 +129,12 @@ def absent(name: str, why: str) -> CertifiedCheck:
 
 
 def random_model(order: WorkOrder, folder: Path) -> Path:
-    """A folder with a model of the order's shape with random weights, made on its device: on a CPU
-    four billion random numbers take minutes."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    from refiner_core.models import tiny_tokenizer
+    """A folder with a model of the order's shape with random weights, made on its device."""
+    from refiner_core.models.random_model import save_random_model
 
     if folder.is_dir():
         return folder
-    tokenizer = tiny_tokenizer()
-    shape = SHAPES[order.model]
-    config = Qwen3Config(
-        **{**shape, "vocab_size": max(shape["vocab_size"], len(tokenizer))},
-        max_position_embeddings=1 << 15,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    with torch.device(order.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, order.dtype))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_random_model(folder, **SHAPES[order.model], dtype=order.dtype, device=order.device)
 
 
 def shape_of(model: str) -> ModelShape:

@@ -57,7 +57,7 @@ def _known_names(name: str) -> tuple[Collection[str], Collection[str]] | None:
     from refiner_core.environments.registry import DESK, TAU2
 
     if name == DESK:
-        from refiner_core.environments.desk.episode import KINDS
+        from refiner_core.environments.desk.environment import KINDS
         from refiner_core.environments.desk.tasks import DOMAINS
 
         return tuple(DOMAINS), KINDS

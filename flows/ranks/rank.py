@@ -25,7 +25,7 @@ from infra.ranks.messages import ORDER, start_beats, tell_error
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted
-from refiner_core.contract.placement import section_of, training_stage
+from refiner_core.contract.placement import section_of
 from refiner_core.contract.records import StageSpec, from_json
 from refiner_core.contract.types import Progress
 
@@ -60,7 +60,7 @@ def _train_as(rank: int) -> None:
     work = _work(order, io)
     if io is not None:
         io.progress(Progress(0, 0, "loading"))
-    stage = training_stage(work.spec.kind)
+    stage = work.spec.kind
     section = section_of(work.config, stage)
     set_up_logging(work.config)
     with ExitStack() as stack:

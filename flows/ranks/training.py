@@ -21,10 +21,8 @@ from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.placement import (
     Placement,
-    TrainingStage,
     placement_of,
     section_of,
-    training_stage,
 )
 from refiner_core.contract.types import Progress
 
@@ -46,7 +44,7 @@ def run_training(work: StageWork) -> dict[str, Any]:
     """
     if "environment" in KINDS[work.spec.kind].sources:
         as_planned(work.spec.sources, work.config)
-    stage = training_stage(work.spec.kind)
+    stage = work.spec.kind
     placement = placement_of(work.config, stage)
     used = {
         "ranks": placement.world,
@@ -61,19 +59,19 @@ def run_training(work: StageWork) -> dict[str, Any]:
     return {**report, **used, "resumed_on": resumed_on(work, used)}
 
 
-def in_worker(config: RecipeConfig, stage: TrainingStage) -> bool:
+def in_worker(config: RecipeConfig, stage: str) -> bool:
     """True if a training stage needs no process beside the worker."""
     section = section_of(config, stage)
     return placement_of(config, stage).world == 1 and not section.deepspeed_stage
 
 
-def engine_name(config: RecipeConfig, stage: TrainingStage) -> str:
+def engine_name(config: RecipeConfig, stage: str) -> str:
     """Name of the engine in cards and reports."""
     zero = section_of(config, stage).deepspeed_stage
     return f"DeepSpeed ZeRO-{zero}" if zero else "torch"
 
 
-def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> dict[str, Any]:
+def train(work: StageWork, stage: str, ranks: Ranks | None = None) -> dict[str, Any]:
     """Train a stage in this process, as one of several ranks or alone."""
     if ranks is None:
         work.io.progress(Progress(0, 0, "loading"))

@@ -59,9 +59,8 @@ from refiner_core.contract.placement import placement_of, sampling_section, samp
 from refiner_core.contract.types import Endpoint, RolloutServers
 from refiner_core.generation.saving import hand_over_of
 from refiner_core.generation.vllm import extension
-from refiner_core.generation.vllm.admin import tolerance_of
 from refiner_core.generation.vllm.client import VllmGenerator
-from refiner_core.generation.vllm.sync import WeightSync
+from refiner_core.generation.vllm.sync import WeightSync, tolerance_of
 from refiner_core.generation.vllm.wire import MODEL
 from refiner_core.training.ranks import ENVIRONMENT
 

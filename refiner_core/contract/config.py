@@ -27,7 +27,6 @@ from refiner_core.contract.sections.command import uses as uses
 from refiner_core.contract.sections.data import DataConfig as DataConfig
 from refiner_core.contract.sections.data import ModelConfig as ModelConfig
 from refiner_core.contract.sections.environment import EnvironmentConfig as EnvironmentConfig
-from refiner_core.contract.sections.environment import ShapingConfig as ShapingConfig
 from refiner_core.contract.sections.environment import UserConfig as UserConfig
 from refiner_core.contract.sections.judging import LEXICAL_MODELS as LEXICAL_MODELS
 from refiner_core.contract.sections.judging import JudgeConfig as JudgeConfig
@@ -41,9 +40,7 @@ from refiner_core.contract.sections.steering import NotifyConfig as NotifyConfig
 from refiner_core.contract.sections.steering import Resources as Resources
 from refiner_core.contract.sections.steering import RetryConfig as RetryConfig
 from refiner_core.contract.sections.steering import TrackingConfig as TrackingConfig
-from refiner_core.contract.sections.training import CurriculumConfig as CurriculumConfig
 from refiner_core.contract.sections.training import GrpoConfig as GrpoConfig
-from refiner_core.contract.sections.training import HealthConfig as HealthConfig
 from refiner_core.contract.sections.training import MonitorConfig as MonitorConfig
 from refiner_core.contract.sections.training import RolloutServerConfig as RolloutServerConfig
 from refiner_core.contract.sections.training import SampleConfig as SampleConfig

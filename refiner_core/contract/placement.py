@@ -37,11 +37,10 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.services import is_service, judge_gpus
 
 #: Stages that train weights, in the recipe's order.
-TrainingStage = str
 STAGES = TRAINED_HERE
 
 
-def section_of(config: RecipeConfig, stage: TrainingStage) -> SftConfig | GrpoConfig:
+def section_of(config: RecipeConfig, stage: str) -> SftConfig | GrpoConfig:
     """The configuration of a training stage."""
     section: SftConfig | GrpoConfig = getattr(config, stage)
     return section
@@ -52,19 +51,6 @@ def sft_section(config: RecipeConfig, stage: str) -> SftConfig:
     ``sft``."""
     found = getattr(config, stage, None)
     return found if isinstance(found, SftConfig) else config.sft
-
-
-def training_stage(kind: str) -> TrainingStage:
-    """The training stage of a kind of stage.
-
-    Raises
-    ------
-    ValueError
-        The kind does not train in refiner.
-    """
-    if kind in STAGES:
-        return kind
-    raise ValueError(f"a {kind} stage trains no weights")
 
 
 @dataclass(frozen=True)
@@ -106,7 +92,7 @@ class Placement:
         return self.nodes * len(self.server_gpus)
 
 
-def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
+def placement_of(config: RecipeConfig, stage: str) -> Placement:
     """Place the processes and rollout servers of a training stage.
 
     Raises
@@ -272,7 +258,7 @@ class MemoryNeed:
         Training processes on a node.
     """
 
-    stage: TrainingStage
+    stage: str
     on_gpu: Mapping[str, int]
     on_host: Mapping[str, int]
     shared: Mapping[str, int]
@@ -289,7 +275,7 @@ class MemoryNeed:
         return self.processes * sum(self.on_host.values()) + sum(self.shared.values())
 
 
-def training_memory(config: RecipeConfig, stage: TrainingStage, model: ModelShape) -> MemoryNeed:
+def training_memory(config: RecipeConfig, stage: str, model: ModelShape) -> MemoryNeed:
     """Memory use of a training stage of a model of that shape."""
     section, dtype = section_of(config, stage), _TYPE[config.model.dtype]
     placed, zero = placement_of(config, stage), section.deepspeed_stage or 0
@@ -383,7 +369,7 @@ def _for_servers(config: RecipeConfig, weights: int) -> dict[str, int]:
     }
 
 
-def refuse_unsupported(config: RecipeConfig, stage: TrainingStage | None = None) -> None:
+def refuse_unsupported(config: RecipeConfig, stage: str | None = None) -> None:
     """Refuse requirements that this machine lacks, for the training stage that is about to run
     here, or for all stages that would.
 

@@ -204,7 +204,7 @@ def find_recipe(recipe: str) -> Path:
 # ---------------------------------------------------------------- reading
 
 
-class RecipeFile(NamedTuple):
+class _RecipeFile(NamedTuple):
     """One of the files that a recipe is merged from; ``chain`` are the files that include it, the
     named one first."""
 
@@ -213,7 +213,7 @@ class RecipeFile(NamedTuple):
     node: Any
 
 
-def recipe_files(path: Path, chain: tuple[Path, ...] = ()) -> list[RecipeFile]:
+def recipe_files(path: Path, chain: tuple[Path, ...] = ()) -> list[_RecipeFile]:
     """The files to merge for a recipe's file, included ones first.
 
     Raises
@@ -229,13 +229,13 @@ def recipe_files(path: Path, chain: tuple[Path, ...] = ()) -> list[RecipeFile]:
             fix="remove one of the `include:` entries",
         )
     node = yaml_node(path, f"Recipe {path}", "include: tiny")
-    files: list[RecipeFile] = []
+    files: list[_RecipeFile] = []
     for name in _includes(node.pop("include", None), path):
         nested = path.parent / name
         found = nested if nested.is_file() else _included(name, path)
         files += recipe_files(found, (*chain, path))
     settled(without_empty_sections(node), path.parent)
-    return [*files, RecipeFile(path, chain, node)]
+    return [*files, _RecipeFile(path, chain, node)]
 
 
 def _includes(value: Any, path: Path) -> list[str]:

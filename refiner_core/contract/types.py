@@ -74,19 +74,13 @@ class Judge(Protocol):
         """
 
 
-class PendingJudgements(Protocol):
-    """Judgements in progress."""
-
-    def result(self) -> list[Judgement]:
-        """Wait for them; one per request, in order. Errors as in :meth:`Judge.judge`."""
-
-
 @runtime_checkable
 class StreamingJudge(Judge, Protocol):
     """A judge that works while its caller does something else."""
 
-    def submit(self, requests: Sequence[JudgeRequest]) -> PendingJudgements:
-        """Start judging and return at once."""
+    def submit(self, requests: Sequence[JudgeRequest]) -> Callable[[], list[Judgement]]:
+        """Start judging and return at once: a function that waits for the judgements, one per
+        request, in order; errors as in :meth:`Judge.judge`."""
 
     def usage(self) -> JudgeUsage:
         """Usage since it was created."""
@@ -391,6 +385,16 @@ class StageIO(Protocol):
 
 #: Mode of rows whose answers are the answer block and nothing else.
 ANSWER_ONLY = "answer_only"
+
+
+def whole_text(text: str) -> str:
+    """Text that can be encoded: unpaired surrogates, which foreign JSON may contain, become
+    U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 @dataclass(frozen=True)

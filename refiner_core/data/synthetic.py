@@ -13,7 +13,7 @@ title before the claim's tag (`` Nabsuf crop<snippet id=S_a2B9> …``). A model 
 parameters needs this cue to find the right id; without it evidence selection is not learned at
 this size.
 
-``truth`` is for measurement (:mod:`refiner_core.data.truth`); no reward may read it.
+``truth`` is for measurement (:mod:`refiner_core.evaluation.metrics`); no reward may read it.
 
 Rubric weights: a required fact weighs four times as much as a forbidden statement. With equal
 weights a second claim is a risk that does not pay, and a policy learns to say
@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from refiner_core import synthetic_words
-from refiner_core.synthetic_words import World
 
 FLAWS = ("missing_fact", "wrong_citation", "off_query_claim", "format_slip")
 
@@ -104,47 +103,47 @@ def _survey(fact: _Fact, rng: random.Random) -> tuple[str, str, None]:
     return f"{fact.entity} {kind}", text, None
 
 
-def _ask(rng: random.Random, world: World) -> tuple[_Fact, ...]:
+def _ask(rng: random.Random) -> tuple[_Fact, ...]:
     entity, attribute = (
-        synthetic_words.draw_name(rng, world),
+        synthetic_words.draw_name(rng),
         rng.choice(synthetic_words.ATTRIBUTES),
     )
-    first = _Fact(entity, attribute, synthetic_words.draw_value(rng, world))
+    first = _Fact(entity, attribute, synthetic_words.draw_value(rng))
     if rng.random() >= _TWO_FACT_SHARE:
         return (first,)
     other = entity
     if rng.random() < 0.5:
         while other[:3] == entity[:3] or other[3:] == entity[3:]:
-            other = synthetic_words.draw_name(rng, world)
+            other = synthetic_words.draw_name(rng)
     attributes = [a for a in synthetic_words.ATTRIBUTES if a != attribute]
-    return first, _Fact(other, rng.choice(attributes), synthetic_words.draw_value(rng, world))
+    return first, _Fact(other, rng.choice(attributes), synthetic_words.draw_value(rng))
 
 
-def _distract(rng: random.Random, asked: tuple[_Fact, ...], world: World) -> _Fact:
+def _distract(rng: random.Random, asked: tuple[_Fact, ...]) -> _Fact:
     """A fact near the question: same entity or same attribute, or neither (one time in six)."""
     near = rng.choice(asked)
     others = [a for a in synthetic_words.ATTRIBUTES if a not in {fact.attribute for fact in asked}]
-    value = synthetic_words.draw_value(rng, world)
+    value = synthetic_words.draw_value(rng)
     draw = rng.random()
     if draw < 0.4:
-        return _Fact(synthetic_words.similar_name(rng, near.entity, world), near.attribute, value)
+        return _Fact(synthetic_words.similar_name(rng, near.entity), near.attribute, value)
     if draw < 0.84:
         return _Fact(near.entity, rng.choice(others), value)
-    return _Fact(synthetic_words.draw_name(rng, world), rng.choice(others), value)
+    return _Fact(synthetic_words.draw_name(rng), rng.choice(others), value)
 
 
-def fresh_ids(rng: random.Random, count: int, world: World) -> list[str]:
+def fresh_ids(rng: random.Random, count: int) -> list[str]:
     """``count`` snippet ids, no two of which share a half."""
     ids: list[str] = []
     while len(ids) < count:
-        new = synthetic_words.draw_id(rng, world)
+        new = synthetic_words.draw_id(rng)
         if all(new[2:4] != old[2:4] and new[4:] != old[4:] for old in ids):
             ids.append(new)
     return ids
 
 
 def _evidence(
-    rng: random.Random, asked: tuple[_Fact, ...], count: int, world: World
+    rng: random.Random, asked: tuple[_Fact, ...], count: int
 ) -> list[tuple[str, str, _Fact | None]]:
     """Title, text and fact of ``count`` snippets; no two share a title or a value."""
     found: list[tuple[str, str, _Fact | None]] = [
@@ -154,7 +153,7 @@ def _evidence(
         if all(fact for *_, fact in found) and rng.random() < 0.2:
             found.append(_survey(rng.choice(asked), rng))
             continue
-        fact = _distract(rng, asked, world)
+        fact = _distract(rng, asked)
         title = f"{fact.entity} {fact.attribute}"
         values = {f.value for _, _, f in found if f is not None}
         if title not in {t for t, _, _ in found} and fact.value not in values:
@@ -163,14 +162,14 @@ def _evidence(
     return found
 
 
-def draw_scene(rng: random.Random, world: World = "task") -> _Scene:
+def draw_scene(rng: random.Random) -> _Scene:
     """Draw a question and the search result that answers it."""
-    asked = _ask(rng, world)
+    asked = _ask(rng)
     while len({fact.value for fact in asked}) < len(asked):
-        asked = _ask(rng, world)
+        asked = _ask(rng)
     count = max(rng.randint(*_SNIPPETS), len(asked) + 1)
-    ids = fresh_ids(rng, count, world)
-    evidence = _evidence(rng, asked, count, world)
+    ids = fresh_ids(rng, count)
+    evidence = _evidence(rng, asked, count)
     snippets = tuple(_Snippet(i, *found) for i, found in zip(ids, evidence, strict=True))
     reasoning = f"I search for {asked[0].entity}." if rng.random() < _REASONING_SHARE else ""
     return _Scene(asked, snippets, reasoning)
@@ -253,9 +252,7 @@ FORBIDDEN_WEIGHT = 1.0
 _MAX_FORBIDDEN = 2
 
 
-def generate_rows(
-    kind: Kind, n: int, seed: int, *, flaw_share: float = _FLAW_SHARE
-) -> list[dict[str, Any]]:
+def generate_rows(kind: Kind, n: int, seed: int) -> list[dict[str, Any]]:
     """Generate ``n`` rows.
 
     Parameters
@@ -266,14 +263,12 @@ def generate_rows(
     n
         Number of rows.
     seed
-        The same kind, seed and share give the same rows on every machine.
-    flaw_share
-        Share of demonstrations with one flaw of :data:`FLAWS`.
+        The same kind and seed give the same rows on every machine.
     """
-    return [_row(kind, seed, index, flaw_share) for index in range(n)]
+    return [_row(kind, seed, index) for index in range(n)]
 
 
-def _row(kind: Kind, seed: int, index: int, flaw_share: float) -> dict[str, Any]:
+def _row(kind: Kind, seed: int, index: int) -> dict[str, Any]:
     rng = random.Random(f"refiner-synthetic-1/{kind}/{seed}/{index}")
     scene = draw_scene(rng)
     metadata: dict[str, Any] = {
@@ -283,7 +278,7 @@ def _row(kind: Kind, seed: int, index: int, flaw_share: float) -> dict[str, Any]
     }
     conversations = [{"role": "user", "content": prompt_text(scene)}]
     if kind == "sft":
-        flaw = rng.choice(FLAWS) if rng.random() < flaw_share else None
+        flaw = rng.choice(FLAWS) if rng.random() < _FLAW_SHARE else None
         text = flawed_answer(scene, flaw, rng) if flaw else answer_text(scene)
         conversations.append({"role": "assistant", "content": text})
         metadata["flaw"] = flaw

@@ -9,7 +9,6 @@ and of each attack: the honest try, changed without any knowledge of the solutio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from refiner_core.contract.sections.environment import EnvironmentConfig
 from refiner_core.environments.protocol import (
@@ -24,50 +23,22 @@ from refiner_core.environments.protocol import (
 from refiner_core.environments.scoring import shaped_reward
 
 Calls = Sequence[ToolCall]
-#: Calls of an honest try, and the one that speaks, with its argument.
-_Change = Callable[[Calls, "_Speech"], Calls]
-
-
-class _Speech(NamedTuple):
-    tool: str
-    argument: str
-
-    def say(self, text: str) -> ToolCall:
-        return ToolCall(self.tool, {self.argument: text})
-
-
-def _first_half(calls: Calls, speech: _Speech) -> Calls:
-    return [*calls[: len(calls) // 2], calls[-1]]
-
-
-def _twice(calls: Calls, speech: _Speech) -> Calls:
-    return [call for call in calls[:-1] for _ in range(2)] + [calls[-1]]
-
-
-def _without_words(calls: Calls, speech: _Speech) -> Calls:
-    return [call for call in calls[:-1] if call.name != speech.tool] + [calls[-1]]
-
-
-def _without_end(calls: Calls, speech: _Speech) -> Calls:
-    return calls[:-1]
-
-
-def _boast(calls: Calls, speech: _Speech) -> Calls:
-    return [*calls[:-1], speech.say("All is done, exactly as you asked. I checked it."), calls[-1]]
-
-
-def _unchanged(calls: Calls, speech: _Speech) -> Calls:
-    return calls
-
-
-#: Attacks by name. ``say_everything`` also says each tool's result to the user.
-ATTACKS: Mapping[str, _Change] = {
-    "first_half": _first_half,
-    "every_call_twice": _twice,
-    "without_words": _without_words,
-    "without_end": _without_end,
-    "boast": _boast,
-    "say_everything": _unchanged,
+#: Attacks by name: calls of an honest try, and what makes the call that says a text, to calls.
+#: ``say_everything`` also says each tool's result to the user.
+ATTACKS: Mapping[str, Callable[[Calls, Callable[[str], ToolCall]], Calls]] = {
+    "first_half": lambda calls, say: [*calls[: len(calls) // 2], calls[-1]],
+    "every_call_twice": lambda calls, say: [c for c in calls[:-1] for _ in range(2)] + [calls[-1]],
+    "without_words": lambda calls, say: [
+        *(call for call in calls[:-1] if call.name != say("").name),
+        calls[-1],
+    ],
+    "without_end": lambda calls, say: calls[:-1],
+    "boast": lambda calls, say: [
+        *calls[:-1],
+        say("All is done, exactly as you asked. I checked it."),
+        calls[-1],
+    ],
+    "say_everything": lambda calls, say: calls,
 }
 
 
@@ -88,14 +59,18 @@ def _tries(
 ) -> Iterator[tuple[str, tuple[Calls, str]]]:
     """Calls by name, with the argument of an echo, if there is one."""
     schema = next(t for t in environment.tools(task.domain) if t.name == environment.speak)
-    speech = _Speech(environment.speak, next(iter(schema.parameters["properties"])))
+    argument = next(iter(schema.parameters["properties"]))
+
+    def say(text: str) -> ToolCall:
+        return ToolCall(environment.speak, {argument: text})
+
     tried = list(expert.expert(task, 0, flawed=True))
     solved = list(expert.expert(task, 0, flawed=False))
     yield "honest", (tried, "")
     yield "gold", (solved, "")
     yield "random", (tried[-1:], "")
     for name, change in ATTACKS.items():
-        yield name, (change(tried, speech), speech.argument if name == "say_everything" else "")
+        yield name, (change(tried, say), argument if name == "say_everything" else "")
 
 
 def _reward(

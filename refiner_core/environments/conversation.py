@@ -27,6 +27,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.types import whole_text
 from refiner_core.environments.protocol import Message, ToolCall, ToolSpec
 from refiner_core.environments.turns import call_text
 
@@ -292,16 +293,6 @@ def turn_template(tokenizer: Any) -> _TurnTemplate:
 @lru_cache(maxsize=4)
 def _turn_template(tokenizer: Any, chat_template: str) -> _TurnTemplate:
     return _TurnTemplate(tokenizer)
-
-
-def whole_text(text: str) -> str:
-    """Text that can be encoded: unpaired surrogates, which foreign JSON may contain, become
-    U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:

@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 from refiner_core.contract.errors import RefinerError, StageFailed
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.sections.environment import EnvironmentConfig, check_weights
-from refiner_core.contract.types import Completion, SamplingParams, TurnRequest
-from refiner_core.environments.conversation import Conversation, whole_text
+from refiner_core.contract.types import Completion, SamplingParams, TurnRequest, whole_text
+from refiner_core.environments.conversation import Conversation
 from refiner_core.environments.protocol import (
     Environment,
     Episode,

@@ -90,53 +90,30 @@ def _unscored(
     return RewardResult("unscored", None, components, (judgement,))
 
 
-def unscored_kinds(
-    results: Iterable[RewardResult], status: Literal["failed", "excluded"]
-) -> Counter[str]:
-    """Counts of episodes without reward: by the kind of error that ended them (``failed``), or
-    those excluded on purpose (``excluded``)."""
-    return Counter(str(judgement["kind"]) for judgement in _unscored_by(results, status))
-
-
-def _unscored_by(
-    results: Iterable[RewardResult], status: Literal["failed", "excluded"]
-) -> list[Mapping[str, Any]]:
-    unscored = (judgement for r in results if r.status == "unscored" for judgement in r.judgements)
-    return [judgement for judgement in unscored if judgement.get("status") == status]
-
-
-def require_episodes(results: Sequence[RewardResult], max_error_share: float, *, of: str) -> None:
+def require_episodes(
+    errors: Sequence[tuple[str, str]], episodes: int, max_error_share: float, *, of: str
+) -> None:
     """Raise if the infrastructure ended too many episodes.
 
     Parameters
     ----------
+    errors
+        Kind and message of each error that ended one of ``episodes`` episodes.
     of
-        Description of the results, e.g. ``episodes of a step``.
+        Description of these, e.g. ``episodes of a step``.
 
     Raises
     ------
     EnvironmentOutage
-        More than ``max_error_share`` of them; names the most frequent kinds. Episodes excluded
-        on purpose do not count.
+        More than ``max_error_share`` of them; names the most frequent kinds.
     """
-    failed, kinds = _unscored_by(results, "failed"), unscored_kinds(results, "failed")
-    example = str(failed[0]["detail"]) if failed else ""
-    require_episode_errors(kinds, len(results), max_error_share, of=of, example=example)
-
-
-def require_episode_errors(
-    kinds: Mapping[str, int], episodes: int, max_error_share: float, *, of: str, example: str = ""
-) -> None:
-    """As :func:`require_episodes`, from counts: episodes out of ``episodes`` ended by errors, by
-    kind. ``example`` is the message of one error."""
-    failed = sum(kinds.values())
-    if failed <= max_error_share * episodes:
+    if len(errors) <= max_error_share * episodes:
         return
-    most = Counter(kinds).most_common(_KINDS_SHOWN)
+    most = Counter(kind for kind, _ in errors).most_common(_KINDS_SHOWN)
     shown = ", ".join(f"{kind} ({n} times)" for kind, n in most)
-    said = f"; for one: {example}" if example else ""
     raise EnvironmentOutage(
-        f"The environment or its user failed in {failed} of {episodes} {of}: {shown}{said}",
+        f"The environment or its user failed in {len(errors)} of {episodes} {of}: {shown}; "
+        f"for one: {errors[-1][1]}",
         expected=f"at most a share of {max_error_share} (environment.max_error_share)",
         fix="check that the environment's tools and its user simulator answer, then run the same "
         "command again",

@@ -65,7 +65,7 @@ from refiner_core.environments.protocol import (
     record_from_json,
 )
 from refiner_core.environments.registry import open_environment
-from refiner_core.environments.scoring import require_episode_errors
+from refiner_core.environments.scoring import require_episodes
 from refiner_core.environments.turns import call_text
 from refiner_core.evaluation.metric_names import FAILURE, base_of, domain_of, task_passes
 from refiner_core.evaluation.metrics import EPISODE_METRICS, FAILURE_METRICS, episode_metrics
@@ -227,15 +227,11 @@ class _Attempts(UnitWork):
         if errors is None:
             known = [n for n in self.done if self.units[n - 1].key == key]
             errors = [one for n in known for one in self.rows(n) if self.failed(one)]
-        self._errors[key] = [*errors, row]
+        errors = self._errors[key] = [*errors, row]
         asked = sum(len(unit.wanted) for unit in self.units if unit.key == key)
-        require_episode_errors(
-            Counter(one["error_kind"] for one in self._errors[key]),
-            asked,
-            self.config.environment.max_error_share,
-            of="attempts of this evaluation",
-            example=json.loads(row["episode"])["error"],
-        )
+        told = [(one["error_kind"], json.loads(one["episode"])["error"]) for one in errors]
+        share = self.config.environment.max_error_share
+        require_episodes(told, asked, share, of="attempts of this evaluation")
 
 
 # ---------------------------------------------------------------- one attempt

@@ -15,7 +15,7 @@ that no judged sample is asked about again). At most the sampling of one unit,
 in another batch, with sums in another order, and numbers would depend on the time of the
 interruption.
 
-The reference is the random copier (:mod:`refiner_core.data.random_baseline`), scored by the same
+The reference is the random copier (:mod:`refiner_core.rewards.attacks`), scored by the same
 code on the same prompts: an answer of perfect form, written without reading. One answer per
 prompt serves all decodings, since it depends on none. Its answers are the same in every
 evaluation of a protocol, which makes them the control against a judge that drifts: with
@@ -26,13 +26,12 @@ cost of one answer per prompt.
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from refiner_core.batches import BatchWork
+from refiner_core.batches import BatchWork, worked
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.fingerprint import derive_seed
@@ -44,24 +43,21 @@ from refiner_core.contract.types import (
     PromptRow,
     RewardResult,
     StageIO,
-    TurnGenerator,
 )
 from refiner_core.data.prepared import load_prompts
-from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.evaluation.metrics import sample_row
 from refiner_core.evaluation.protocol import Decoding, make_protocol, sampling_params
 from refiner_core.evaluation.results import MeasuredRows, write_results
 from refiner_core.generation.completions import completion_text
-from refiner_core.generation.reporting import BatchReporter
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
-from refiner_core.samples import OpenServers, PlannedSample, opened_generator, sample_answers
+from refiner_core.rewards.attacks import random_baseline_answers
+from refiner_core.samples import BatchReporter, OpenServers, PlannedSample, sample_answers
 
 COPIER = "random_copier"
-_FOLDER = ".batches"
 _Row = dict[str, Any]
 
 
-class SampleUnit(NamedTuple):
+class _SampleUnit(NamedTuple):
     """Samples of whole prompts that are made together; ``decoding`` is None for the reference.
     ``key`` names the decoding or reference."""
 
@@ -77,7 +73,7 @@ def asked(config: RecipeConfig, decoding: Decoding | None) -> int:
 
 def units_of(
     config: RecipeConfig, prompts: Sequence[PromptRow], reference: str, *, whole: bool = True
-) -> list[SampleUnit]:
+) -> list[_SampleUnit]:
     """All work, in order: the reference first, which needs no model, then each decoding. A unit is
     a generation batch if units are kept ``whole``, and else all of a decoding."""
     units, evaluate = [], config.evaluate
@@ -90,7 +86,7 @@ def units_of(
                 for p in prompts[first : first + size]
                 for i in range(samples)
             )
-            units.append(SampleUnit(key, decoding, wanted))
+            units.append(_SampleUnit(key, decoding, wanted))
     return units
 
 
@@ -99,7 +95,7 @@ class UnitWork(BatchWork[_Row]):
     """Samples of an evaluation, by units; each is a row without its metrics."""
 
     what = "The evaluation"
-    units: Sequence[SampleUnit]
+    units: Sequence[_SampleUnit]
 
     def key(self, sample: _Row) -> tuple[str, int]:
         """See :class:`~refiner_core.batches.BatchWork`."""
@@ -113,54 +109,28 @@ def work_units(
     kind: type[_Work],
     config: RecipeConfig,
     model_ref: str,
-    units: Sequence[SampleUnit],
+    units: Sequence[_SampleUnit],
     *,
     io: StageIO,
-    output_dir: Path,
     total: int,
-    window: int,
-    generator: Generator | TurnGenerator | None,
-    tokenizer: Any,
-    open_servers: OpenServers | None,
-    **own: Any,
+    **more: Any,
 ) -> tuple[_Work, dict[str, list[_Row]]]:
-    """Do the work; returns it, and the rows of each key, in order. Deletes the units' files.
+    """Do the work; returns it, and the rows of each key, in order.
 
-    Generator and tokenizer are the given ones, else the model's, on servers or on the configured
-    device. ``total`` is that of the progress, ``window`` as in
-    :func:`~refiner_core.samples.opened_generator`; ``own`` are further fields of ``kind``.
+    ``total`` is that of the progress, ``more`` is of :func:`~refiner_core.batches.worked`.
     """
-    from refiner_core.generation.load import load_tokenizer
-
-    if tokenizer is None:
-        tokenizer = load_tokenizer(model_ref, config.model)
     reporter, rows = BatchReporter(io, total, "samples"), dict[str, list[_Row]]()
-    with opened_generator(
-        *(config, model_ref, tokenizer, config.evaluate.resources),
+    with worked(
+        *(kind, config, model_ref, [unit.wanted for unit in units]),
+        resources=config.evaluate.resources,
         batch_size=config.evaluate.batch_size,
         reporter=reporter,
-        window=window,
-        given=generator,
-        open_servers=open_servers,
-    ) as made:
-        work = kind(
-            config=config,
-            batches=[unit.wanted for unit in units],
-            generator=made,
-            tokenizer=tokenizer,
-            io=io,
-            reporter=reporter,
-            folder=output_dir / _FOLDER,
-            units=units,
-            **own,
-        )
-        try:
-            work.run()
-            reporter.batch(total, "numbers")
-            for number, unit in enumerate(units, start=1):
-                rows.setdefault(unit.key, []).extend(work.rows(number))
-        finally:
-            shutil.rmtree(work.folder, ignore_errors=True)
+        units=units,
+        **more,
+    ) as work:
+        reporter.batch(total, "numbers")
+        for number, unit in enumerate(units, start=1):
+            rows.setdefault(unit.key, []).extend(work.rows(number))
     return work, rows
 
 

@@ -262,7 +262,7 @@ def estimate(
     Estimate or None
         None if no sample has the metric.
     """
-    groups = _by_prompt(rows, metric)
+    groups = by_prompt(rows, metric)
     values = np.concatenate([np.zeros(0), *groups.values()])
     if not len(values):
         return None
@@ -290,7 +290,7 @@ def estimate(
     return Estimate(mean, low, high, n, numerator, denominator, name)
 
 
-def _by_prompt(rows: Sequence[Row], metric: str) -> dict[str, Floats]:
+def by_prompt(rows: Sequence[Row], metric: str) -> dict[str, Floats]:
     """Values of a metric by prompt; prompts without any are dropped."""
     found: dict[str, list[float]] = {}
     for row in rows:
@@ -359,7 +359,7 @@ def _same_prompts(sides: Sequence[Sequence[Row]]) -> list[str]:
 
 def _means(rows: Sequence[Row], metric: str, prompts: Sequence[str]) -> Floats:
     """Per prompt, the mean over its counted samples; NaN without any."""
-    groups = _by_prompt(rows, metric)
+    groups = by_prompt(rows, metric)
     return np.array([groups[p].mean() if p in groups else np.nan for p in prompts])
 
 

@@ -62,8 +62,7 @@ _LARGEST = 100_000
 class MemoryStore:
     """Implements :class:`~refiner_core.contract.types.JudgementStore`; drops the oldest entries."""
 
-    def __init__(self, largest: int = _LARGEST) -> None:
-        self._largest = largest
+    def __init__(self) -> None:
         self._known: OrderedDict[bytes, StoredJudgement] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -76,7 +75,7 @@ class MemoryStore:
         """Keep one."""
         with self._lock:
             self._known[key] = judgement
-            if len(self._known) > self._largest:
+            if len(self._known) > _LARGEST:
                 self._known.popitem(last=False)
 
     def flush(self) -> None:

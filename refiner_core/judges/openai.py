@@ -5,7 +5,7 @@ never as a number.
 
 ::
 
-    submit ─ plan ─> engine: one event loop in its own thread ─> PendingJudgements
+    submit ─ plan ─> engine: one event loop in its own thread ─> judgements
                                  │ known in the store: not asked
                                  │ scored: stored immediately
                                  └ all servers gone: pause ─> resume, or JudgeOutage
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted
@@ -86,11 +87,14 @@ class OpenAIJudge:
         self._whole: OpenAIJudge | None = None
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        """One judgement per request, in order. Errors: see :meth:`_Pending.result`."""
-        return self.submit(requests).result() if requests else []
+        """One judgement per request, in order. Errors: see :meth:`submit`."""
+        return self.submit(requests)() if requests else []
 
-    def submit(self, requests: Sequence[JudgeRequest]) -> _Pending:
+    def submit(self, requests: Sequence[JudgeRequest]) -> Callable[[], list[Judgement]]:
         """Start judging; stored judgements and running calls are reused.
+
+        Calling what comes back waits for the batch and gives its judgements in order;
+        it raises JudgeOutage, Interrupted or ConfigurationError where there are none.
 
         Raises
         ------
@@ -104,7 +108,7 @@ class OpenAIJudge:
         self._counts.add(asked=len(requests))
         calls = plan_calls(batch.requests, self._config, self._prompts)
         thread.call(engine.begin, batch, marked(calls, self._mark) if self._mark else calls)
-        return _Pending(self, batch)
+        return functools.partial(self._wait, batch)
 
     def fresh(self, mark: str) -> OpenAIJudge:
         """The same judge without its memory, under this mark (and that of the judge itself); see
@@ -131,7 +135,7 @@ class OpenAIJudge:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- for _Pending
+    # ---- waiting callers
 
     def _wait(self, batch: JudgeBatch) -> list[Judgement]:
         try:
@@ -188,27 +192,6 @@ class OpenAIJudge:
                 self._engine, self._thread = engine, LoopThread("refiner-judge", *hooks)
                 weakref.finalize(self, self._thread.end)
             return self._thread, self._engine
-
-
-class _Pending:
-    """Implements :class:`~refiner_core.contract.types.PendingJudgements`."""
-
-    def __init__(self, judge: OpenAIJudge, batch: JudgeBatch) -> None:
-        self._judge, self._batch = judge, batch
-
-    def result(self) -> list[Judgement]:
-        """Wait for them; one per request, in order. Scores are in the store on return.
-
-        Raises
-        ------
-        JudgeOutage
-            No server was available for longer than ``outage_patience_s``.
-        Interrupted
-            A stop was requested during a pause.
-        ConfigurationError
-            Servers refuse every call: a wrong address, key or model.
-        """
-        return self._judge._wait(self._batch)
 
 
 def _check_addresses(config: JudgeConfig, around: JudgeContext) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypedDict
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.files import readable
-from refiner_core.contract.types import JudgeRequest
+from refiner_core.contract.types import JudgeRequest, whole_text
 
 BATCH = "rubric_batch"
 
@@ -204,19 +204,12 @@ def hold_judge_prompts(prompt: str, form: str, digest: str) -> Iterator[JudgePro
 
 @functools.lru_cache(maxsize=256)
 def fence(label: str, text: str, digits: int = _FENCE) -> str:
-    """``text`` between tags that it cannot contain, and without tokens of chat templates."""
-    text = _CONTROL.sub(lambda match: _HARMLESS[match[0]], _sendable(text))
+    """``text`` between tags that it cannot contain, and without tokens of chat templates and
+    characters that servers refuse or cut at: NUL, and unpaired surrogates."""
+    text = whole_text(text).replace("\0", "\N{REPLACEMENT CHARACTER}")
+    text = _CONTROL.sub(lambda match: _HARMLESS[match[0]], text)
     tag = f"{label}-{hashlib.sha256(text.encode()).hexdigest()[:digits]}"
     return f"<{tag}>\n{text}\n</{tag}>"
-
-
-def _sendable(text: str) -> str:
-    """Text without characters that servers refuse or cut at: NUL, and unpaired surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def _filled(prompt: _Prompt, values: Mapping[str, str]) -> list[ChatMessage]:

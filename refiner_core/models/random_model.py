@@ -26,19 +26,23 @@ SHAPE = {
 }
 
 
-def make_random_model(*, seed: int = 0, **shape: Any) -> Qwen3ForCausalLM:
-    """Make a Qwen3 model with random weights (float32, tied embeddings, evaluation mode).
+def make_random_model(
+    *, seed: int = 0, dtype: str = "float32", device: str = "cpu", **shape: Any
+) -> Qwen3ForCausalLM:
+    """Make a Qwen3 model with random weights (tied embeddings, evaluation mode).
 
     Parameters
     ----------
     seed
-        The same seed gives the same weights; the caller's random state is restored.
+        The same seed gives the same weights; the caller's random state (of the CPU) is restored.
+    device
+        Where they are drawn: on a CPU four billion random numbers take minutes.
     shape
-        Fields of the configuration beside :data:`SHAPE`. By default the vocabulary is the
-        tokenizer's, and there are as many key heads as attention heads.
+        Fields of the configuration beside :data:`SHAPE`. The vocabulary is at least the
+        tokenizer's; by default there are as many key heads as attention heads.
     """
     tokenizer = tiny_tokenizer()
-    fields = {"vocab_size": len(tokenizer), **SHAPE, **shape}
+    fields = {**SHAPE, **shape, "vocab_size": max(len(tokenizer), shape.get("vocab_size", 0))}
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     config = Qwen3Config(
         **fields,
@@ -47,11 +51,11 @@ def make_random_model(*, seed: int = 0, **shape: Any) -> Qwen3ForCausalLM:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
+        dtype=dtype,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM._from_config(config)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )

@@ -25,7 +25,7 @@ A repeated number (same weights, same protocol) counts in every night that has i
 was measured once: the state of the model persists, and the three errors guard against chance.
 
 The prompts are the same every night, so their difficulty cancels out: per prompt, now minus
-then, and a t interval over prompts (:class:`Shift`). This misses effects that move all prompts
+then, and a t interval over prompts (:class:`_Shift`). This misses effects that move all prompts
 at once (a server under load, other batches). The canary shows them: its weights never change, so
 the spread of its own nights is pure noise. It is estimated from *successive* nights (their median
 absolute difference), so that one real shift of the canary does not count as spread. A difference
@@ -51,6 +51,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refiner_core.contract.records import picked, to_json
+from refiner_core.evaluation.statistics import by_prompt
 from refiner_core.nightly.definition import Alerts, NightRow, When
 
 Floats = npt.NDArray[np.float64]
@@ -89,7 +90,7 @@ class _Noise(NamedTuple):
     freedom: int = 1
 
 
-class Shift(NamedTuple):
+class _Shift(NamedTuple):
     """Now minus then over ``n`` common prompts.
 
     ``error`` of the mean over prompts, and ``noise`` of the included nights.
@@ -127,20 +128,20 @@ class Shift(NamedTuple):
 _NONE = _Noise()
 
 
-def compare(now: Values, then: Values, noise: _Noise = _NONE) -> Shift:
+def compare(now: Values, then: Values, noise: _Noise = _NONE) -> _Shift:
     """Now minus then on the common prompts; ``noise`` is that of one night."""
     _, (new, old) = _paired(now, then)
     return shift_of(new - old, noise)
 
 
-def shift_of(differences: Floats, noise: _Noise = _NONE, nights: int = 2) -> Shift:
+def shift_of(differences: Floats, noise: _Noise = _NONE, nights: int = 2) -> _Shift:
     """The mean of differences per prompt; ``nights`` is the number of nights whose noise it has."""
     n = len(differences)
     if n < 2:
-        return Shift(float(differences.sum()), math.inf, n, noise)
+        return _Shift(float(differences.sum()), math.inf, n, noise)
     error = float(differences.std(ddof=1)) / math.sqrt(n)
     whole = _Noise(math.sqrt(nights) * noise.spread, noise.freedom)
-    return Shift(float(differences.mean()), error, n, whole)
+    return _Shift(float(differences.mean()), error, n, whole)
 
 
 def apart(now: Values, then: Values, canary_now: Values, canary_then: Values) -> Floats:
@@ -174,11 +175,7 @@ def critical(sigmas: float, freedom: int) -> float:
 
 def per_prompt(rows: Sequence[Mapping[str, Any]], metric: str) -> Values:
     """Means per prompt of a metric in per-sample rows; prompts without one are dropped."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        value = row.get(metric)
-        if value is not None:
-            found.setdefault(str(row["sample_id"]), []).append(float(value))
+    found = by_prompt(rows, metric)
     return Values.of(list(found), [sum(v) / len(v) for v in found.values()])
 
 
@@ -240,8 +237,8 @@ class Change:
     night: str
     nights: tuple[str, ...]
     since: str
-    shift: Shift
-    canary: Shift | None
+    shift: _Shift
+    canary: _Shift | None
     facts: Mapping[str, tuple[str, str]]
     weights: bool
 
@@ -339,7 +336,7 @@ class _Reader:
         there = [self.canary[n] for n in nights if n in self.canary]
         return mean_of(there) if there else None
 
-    def _cause(self, new: _Level, old: _Level, noise: _Noise) -> tuple[Cause, Shift | None]:
+    def _cause(self, new: _Level, old: _Level, noise: _Noise) -> tuple[Cause, _Shift | None]:
         """The cause of a change, and the canary's shift if it was measured."""
         if self.is_canary:
             return "drift", None

@@ -63,7 +63,6 @@ class RejectionAttempt:
     score, partial
         1 is full: an answer's share of the highest reward of its prompt (partial is the
         same), an episode's reward and partial score.
-        same), an episode's reward and partial score.
     reward
         The reward itself.
     tools

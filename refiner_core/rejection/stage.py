@@ -35,15 +35,13 @@ is kept, and an interrupted batch continues with the missing ones.
 from __future__ import annotations
 
 import json
-import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from refiner_core.batches import BatchWork
+from refiner_core.batches import BatchWork, worked
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.files import replacing
@@ -69,9 +67,8 @@ from refiner_core.environments.protocol import (
     record_from_json,
 )
 from refiner_core.environments.registry import open_environment
-from refiner_core.environments.scoring import require_episode_errors
+from refiner_core.environments.scoring import require_episodes
 from refiner_core.generation.completions import closing_ids, completion_text
-from refiner_core.generation.reporting import BatchReporter
 from refiner_core.judges.context import usage_to_json
 from refiner_core.rejection.attempts import (
     Flaw,
@@ -87,10 +84,10 @@ from refiner_core.rejection.attempts import (
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
 from refiner_core.rewards.compute import highest_reward
 from refiner_core.samples import (
+    BatchReporter,
     OpenServers,
     PlannedSample,
     check_fit,
-    opened_generator,
     sample_answers,
     sample_episodes,
 )
@@ -238,14 +235,9 @@ class _Attempts(BatchWork[RejectionAttempt]):
 
     def _require(self, made: Sequence[RejectionAttempt]) -> None:
         """Raise :class:`EnvironmentOutage` if too many attempts ended by errors."""
-        failed = [attempt for attempt in made if attempt.status == "error"]
-        require_episode_errors(
-            Counter(attempt.error_kind for attempt in failed),
-            len(made),
-            self.config.environment.max_error_share,
-            of="episodes of a batch",
-            example=failed[0].error if failed else "",
-        )
+        errors = [(a.error_kind, a.error) for a in made if a.status == "error"]
+        share = self.config.environment.max_error_share
+        require_episodes(errors, len(made), share, of="episodes of a batch")
 
     def demonstration(self, prompt: PromptRow, attempt: RejectionAttempt) -> DemonstrationRow:
         """A kept attempt as a demonstration: loss on the model's own tokens and on the token that
@@ -346,9 +338,6 @@ def _episode_flaw(record: EpisodeRecord) -> Flaw:
     return "truncated" if record.ended in ("turn_limit", "context_limit") else ""
 
 
-_BATCHES = ".batches"
-
-
 def sample_attempts(
     config: RecipeConfig,
     *,
@@ -393,39 +382,24 @@ def sample_attempts(
     """
     prompts = _prompts(config, data_dir / "rl_train.parquet")
     batches = batches_of(config, prompts)
+    if config.environment.name and environment is None:
+        environment = open_environment(config, evaluation=False, judge=judge)
     reporter = BatchReporter(io, len(batches), "attempts")
-    if tokenizer is None:
-        from refiner_core.generation.load import load_tokenizer
-
-        tokenizer = load_tokenizer(model_ref, config.model)
-    folder = output_dir / _BATCHES
-    try:
-        with opened_generator(
-            *(config, model_ref, tokenizer, config.sample.resources),
-            batch_size=config.sample.generation_batch_size,
-            reporter=reporter,
-            window=config.grpo.max_token_length,
-            given=generator,
-            open_servers=open_servers,
-        ) as sampler:
-            if config.environment.name and environment is None:
-                environment = open_environment(config, evaluation=False, judge=judge)
-            work = _Attempts(
-                config=config,
-                batches=batches,
-                generator=sampler,
-                tokenizer=tokenizer,
-                judge=judge,
-                io=io,
-                reporter=reporter,
-                folder=folder,
-                environment=environment,
-            )
-            work.run()
+    with worked(
+        *(_Attempts, config, model_ref, batches),
+        resources=config.sample.resources,
+        batch_size=config.sample.generation_batch_size,
+        reporter=reporter,
+        output_dir=output_dir,
+        window=config.grpo.max_token_length,
+        generator=generator,
+        tokenizer=tokenizer,
+        open_servers=open_servers,
+        judge=judge,
+        environment=environment,
+    ) as work:
         reporter.batch(reporter.total, "write")
         report = _write(output_dir, work)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     require_kept(report)
     return report
 

@@ -51,7 +51,7 @@ from refiner_core.answers import (
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import ANSWER_ONLY, Judgement, JudgeRequest
-from refiner_core.rewards.penalties import prices_of
+from refiner_core.rewards.course import prices_of, share
 from refiner_core.rubrics import Rubric
 
 F1_SHARE = 0.6
@@ -120,7 +120,7 @@ def score_citations(
     pairs = [_claim_score(by_claim.get(index, {})) for index in range(len(answer.claims))]
     mean = functools.partial(mean_over_texts, answer.claims)
     f1 = mean([harmonic_mean(recall, precision) for recall, precision in pairs])
-    form = citation_format(answer.cited_ids, evidence)
+    form = share(sum(i in evidence.texts for i in answer.cited_ids), len(answer.cited_ids))
     means = mean([precision for _, precision in pairs]), mean([recall for recall, _ in pairs])
     values = (F1_SHARE * f1 + FORMAT_SHARE * form, *means, f1, form)
     return dict(zip(CITATION_PARTS, values, strict=True))
@@ -139,13 +139,6 @@ def mean_over_texts(claims: Sequence[Claim], values: Sequence[float]) -> float:
 def harmonic_mean(a: float, b: float) -> float:
     """2ab/(a+b); 0 if both are 0."""
     return 2 * a * b / (a + b) if a + b > 0 else 0.0
-
-
-def citation_format(cited_ids: Sequence[str], evidence: ParsedEvidence) -> float:
-    """Share of distinct cited ids that the evidence contains; 0 if none is cited."""
-    if not cited_ids:
-        return 0.0
-    return sum(i in evidence.texts for i in cited_ids) / len(cited_ids)
 
 
 def _claim_score(scores: Mapping[str, list[float]]) -> tuple[float, float]:
@@ -206,7 +199,7 @@ def format_bonus(answer: ParsedAnswer, refiner_mode: str) -> float:
     """
     tagged = answer.tagged_claims
     share = mean_over_texts(tagged, [float(claim.well_formed) for claim in tagged])
-    alone = answer.single_block and not _outside(answer, refiner_mode)
+    alone = answer.body is not None and not _outside(answer, refiner_mode)
     return 0.5 * alone + 0.5 * share
 
 

@@ -36,7 +36,6 @@ from refiner_core.contract.types import (
     Judge,
     Judgement,
     JudgeRequest,
-    PendingJudgements,
     PromptRow,
     RewardResult,
     StreamingJudge,
@@ -51,7 +50,7 @@ from refiner_core.rewards.combine import (
     score_citations,
     total_reward,
 )
-from refiner_core.rewards.penalties import penalty_measures
+from refiner_core.rewards.course import penalty_measures
 from refiner_core.rubrics import Rubric, select_rubrics
 
 _REASONS_SHOWN = 3
@@ -200,7 +199,7 @@ class RewardStream:
         self._rubrics_of = functools.cache(functools.partial(select_rubrics, reward=reward))
         self._plans: dict[int, _Plan] = {}
         self._new: list[int] = []
-        self._asked: list[tuple[list[int], PendingJudgements]] = []
+        self._asked: list[tuple[list[int], Callable[[], list[Judgement]]]] = []
         self._error: JudgeOutage | Interrupted | None = None
 
     @property
@@ -257,7 +256,12 @@ class RewardStream:
             place: [] for place, plan in self._plans.items() if not plan.requests
         }
         for places, found in self._answers():
-            judgements |= self._shared_out(places, found)
+            if len(found) != (wanted := len(self._requests(places))):
+                raise RuntimeError(f"the judge gave {len(found)} judgements for {wanted} requests")
+            rest = iter(found)
+            for place in places:
+                asked = self._plans[place].requests
+                judgements[place] = [_checked(next(rest)) for _ in asked]
             if on_judged is not None:
                 on_judged(len(judgements), len(self._plans))
         return [
@@ -267,23 +271,13 @@ class RewardStream:
 
     def _answers(self) -> Iterator[tuple[list[int], list[Judgement]]]:
         """Places of rollouts, with the judgements of all their questions."""
-        for places, pending in self._asked:
-            yield places, pending.result()
+        for places, result in self._asked:
+            yield places, result()
         if requests := self._requests(self._new):
             yield self._new, self._judge.judge(requests)
 
     def _requests(self, places: Sequence[int]) -> list[JudgeRequest]:
         return [request for place in places for request in self._plans[place].requests]
-
-    def _shared_out(
-        self, places: Sequence[int], found: Sequence[Judgement]
-    ) -> dict[int, list[Judgement]]:
-        """Judgements by the place of their rollout."""
-        wanted = sum(len(self._plans[place].requests) for place in places)
-        if len(found) != wanted:
-            raise RuntimeError(f"the judge gave {len(found)} judgements for {wanted} requests")
-        rest = iter(found)
-        return {p: [_checked(next(rest)) for _ in self._plans[p].requests] for p in places}
 
 
 def _plan(
@@ -354,7 +348,7 @@ def _format_components(plan: _Plan) -> dict[str, float]:
     return {
         "citation_applicable": float(bool(plan.evidence)),
         "claims": float(len(plan.answer.claims)),
-        "uncited": float(sum(not claim.cited for claim in plan.answer.claims)),
+        "uncited": float(sum(not claim.ids for claim in plan.answer.claims)),
         "format_bonus": format_bonus(plan.answer, mode),
         "format_valid": float(format_valid(plan.answer, mode)),
         "no_rubrics": float(not any(rubric.weight for rubric in plan.rubrics)),

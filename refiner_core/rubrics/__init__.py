@@ -118,7 +118,7 @@ def hold_rubrics(name: str, digest: str) -> Iterator[RubricSet]:
 
 @functools.lru_cache(maxsize=32)
 def _load(path: Path, modified_ns: int, size: int) -> RubricSet:
-    from refiner_core.rubrics.set_file import read_set
+    from refiner_core.rubrics.rows import read_set
 
     content = read_yaml(path, f"The rubric set {path}")
     rubrics, faults = read_set(content, path.stem)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +58,7 @@ class Sample:
 class Pack:
     """One row of L tokens with T targets. All lists are plain integers, ready for tensors.
 
+    ``units`` are its samples; those of a unit share their prompt.
     ``unit_L`` numbers the units; ``branch_L`` is 0 on a prompt and 1, 2, ... on its responses.
     Target t is token ``target_T[t]``, predicted at position ``source_T[t]``; ``flat_T`` is its
     offset in the caller's flat buffers.
@@ -71,6 +71,7 @@ class Pack:
     source_T: list[int]
     target_T: list[int]
     flat_T: list[int]
+    units: list[Sequence[Sample]]
 
     def __len__(self) -> int:
         return len(self.input_ids_L)
@@ -174,7 +175,7 @@ def _padded_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 def build_pack(units: Sequence[Sequence[Sample]]) -> Pack:
     """One pack of the given units; the samples of a unit share their prompt."""
-    pack = Pack([], [], [], [], [], [], [])
+    pack = Pack([], [], [], [], [], [], [], [*units])
     for number, unit in enumerate(units):
         prompt = unit[0].prompt_ids
         _append(pack, prompt, range(len(prompt)), number, 0)
@@ -195,8 +196,8 @@ def collate(
     length at which attention costs as much as everything else (see :func:`row_width`). With
     ``flex``, rows with shared prompts consist of whole blocks.
     """
-    joined = _joined(packs)
-    rows = [joined] if balance is None else _rows(joined, balance)
+    units = [unit for pack in packs for unit in pack.units]
+    rows = [build_pack(row) for row in ([units] if balance is None else _rows(units, balance))]
     shared = any(row.shared for row in rows)
     width = max(len(row) for row in rows)
     if flex and shared:
@@ -215,7 +216,7 @@ def collate(
         target_T=torch.tensor([t for row in rows for t in row.target_T], dtype=torch.long),
         flat_T=torch.tensor([f for row in rows for f in row.flat_T], dtype=torch.long),
         packs=len(packs),
-        tokens=len(joined),
+        tokens=sum(map(len, packs)),
     )
 
 
@@ -236,21 +237,14 @@ def row_cost(width: int, balance: float | None) -> float:
     return width * (1 + width / balance) if balance else width
 
 
-class AttentionWork(NamedTuple):
-    """Work of one layout of a batch: tokens through the matrices, and pairs of a query and a key
-    that it attends to."""
-
-    tokens: int
-    pairs: float
-
-
-def work_of(units: Iterable[tuple[int, Sequence[int]]]) -> AttentionWork:
-    """Work of units, each given by the length of its prompt and the lengths of its responses."""
+def work_of(units: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, float]:
+    """Work of units, each given by the length of its prompt and the lengths of its responses:
+    tokens through the matrices, and pairs of a query and a key that it sees."""
     tokens, pairs = 0, 0.0
     for prompt, responses in units:
         tokens += prompt + sum(responses)
         pairs += prompt * prompt / 2 + sum(r * (prompt + r / 2) for r in responses)
-    return AttentionWork(tokens, pairs)
+    return tokens, pairs
 
 
 def sharing_pays(samples: Sequence[Sample], pack_length: int, balance: float) -> bool:
@@ -261,13 +255,13 @@ def sharing_pays(samples: Sequence[Sample], pack_length: int, balance: float) ->
     :data:`FLEX_PAIR` times as much; each token also has :data:`FLEX_BLOCK` masked pairs in
     blocks that are computed in part.
     """
-    shared = work_of(
+    tokens, pairs = work_of(
         (len(unit[0].prompt_ids), [len(sample.response_ids) for sample in unit])
         for unit in _units(samples, pack_length, share_prompts=True, balance=None)
     )
-    plain = work_of((len(s.prompt_ids), [len(s.response_ids)]) for s in samples)
-    flex_pairs = FLEX_PAIR * (shared.pairs + FLEX_BLOCK * shared.tokens)
-    return shared.tokens + flex_pairs / balance < plain.tokens + plain.pairs / balance
+    alone, plain_pairs = work_of((len(s.prompt_ids), [len(s.response_ids)]) for s in samples)
+    flex_pairs = FLEX_PAIR * (pairs + FLEX_BLOCK * tokens)
+    return tokens + flex_pairs / balance < alone + plain_pairs / balance
 
 
 def block_mask(segments_2BL: torch.Tensor) -> torch.Tensor:
@@ -321,11 +315,8 @@ def _listed(chosen_BQK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def to_device(batch: Batch, device: Any) -> Batch:
     """The same batch on another device."""
-    move = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in vars(batch).items()
-    }
-    return Batch(**move)
+    tensors = {k: v for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
+    return replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def _units(
@@ -403,29 +394,13 @@ def _append_response(
         pack.flat_T.append(sample.start + offset)
 
 
-def _rows(pack: Pack, balance: float) -> list[Pack]:
-    """The units of a pack, redistributed over rows of the best common length."""
-    ends = [i for i in range(1, len(pack) + 1) if pack.unit_L[i : i + 1] != [pack.unit_L[i - 1]]]
-    units = [_slice(pack, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+def _rows(units: Sequence[Sequence[Sample]], balance: float) -> list[list[Sequence[Sample]]]:
+    """The units, distributed over rows of the best common length."""
     if balance == OWN_ROW:
-        return units
-    lengths = [len(unit) for unit in units]
+        return [[unit] for unit in units]
+    lengths = [unit_length(unit) for unit in units]
     bins = first_fit(lengths, row_width(lengths, balance), decreasing=True)
-    return [_joined([units[i] for i in indices]) for indices in bins]
-
-
-def _slice(pack: Pack, start: int, end: int) -> Pack:
-    first = bisect_left(pack.source_T, start)
-    last = bisect_left(pack.source_T, end)
-    return Pack(
-        input_ids_L=pack.input_ids_L[start:end],
-        position_ids_L=pack.position_ids_L[start:end],
-        unit_L=[0] * (end - start),
-        branch_L=pack.branch_L[start:end],
-        source_T=[source - start for source in pack.source_T[first:last]],
-        target_T=pack.target_T[first:last],
-        flat_T=pack.flat_T[first:last],
-    )
+    return [[units[i] for i in indices] for indices in bins]
 
 
 def _padded(row: Pack, width: int, pad_id: int) -> Pack:
@@ -433,29 +408,13 @@ def _padded(row: Pack, width: int, pad_id: int) -> Pack:
     if not missing:
         return row
     position = row.position_ids_L[-1] + 1
-    return Pack(
+    return replace(
+        row,
         input_ids_L=row.input_ids_L + [pad_id] * missing,
         position_ids_L=row.position_ids_L + list(range(position, position + missing)),
         unit_L=row.unit_L + [-1] * missing,
         branch_L=row.branch_L + [0] * missing,
-        source_T=row.source_T,
-        target_T=row.target_T,
-        flat_T=row.flat_T,
     )
-
-
-def _joined(packs: Sequence[Pack]) -> Pack:
-    joined = Pack([], [], [], [], [], [], [])
-    for pack in packs:
-        shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 0)
-        joined.input_ids_L.extend(pack.input_ids_L)
-        joined.position_ids_L.extend(pack.position_ids_L)
-        joined.unit_L.extend(unit + unit_shift for unit in pack.unit_L)
-        joined.branch_L.extend(pack.branch_L)
-        joined.source_T.extend(source + shift for source in pack.source_T)
-        joined.target_T.extend(pack.target_T)
-        joined.flat_T.extend(pack.flat_T)
-    return joined
 
 
 #: Packs kept open while an epoch is packed in shuffled order.
@@ -577,7 +536,7 @@ def share_among(
         pieces += [group[i : i + size] for i in range(0, len(group), size)]
     return [
         [samples[i] for i in sorted(i for n in mine for i in pieces[n])]
-        for mine in _deal([cost(piece) for piece in pieces], world)
+        for mine in deal([cost(piece) for piece in pieces], world)
     ]
 
 
@@ -612,8 +571,8 @@ def share_packs(
     The most expensive pack goes first, to the least loaded rank that is not full; each rank keeps
     the given order.
     """
-    costs = [_pack_cost(pack, balance) for pack in packs]
-    shares = _deal(costs, world, most=-(-len(packs) // world))
+    costs = [sum(row_cost(unit_length(unit), balance) for unit in pack.units) for pack in packs]
+    shares = deal(costs, world, most=-(-len(packs) // world))
     return even_out(
         [[packs[i] for i in sorted(share)] for share in shares], multiple_of=multiple_of
     )
@@ -635,9 +594,9 @@ def neutral_pack() -> Pack:
     return build_pack([[Sample((), (0, 0), (False, False))]])
 
 
-def _deal(costs: Sequence[float], world: int, most: int | None = None) -> list[list[int]]:
+def deal(costs: Sequence[float], world: int, most: int | None = None) -> list[list[int]]:
     """Indices of costs for each rank, the largest first, each to the least loaded rank
-    that has fewer than ``most`` (ties: earlier index, lower rank)."""
+    (that has fewer than ``most``)."""
     dealt: list[list[int]] = [[] for _ in range(world)]
     work = [0.0] * world
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -646,8 +605,3 @@ def _deal(costs: Sequence[float], world: int, most: int | None = None) -> list[l
         dealt[rank].append(i)
         work[rank] += costs[i]
     return dealt
-
-
-def _pack_cost(pack: Pack, balance: float | None) -> float:
-    """Cost of each unit as a row of its own, roughly the layout of :func:`collate`."""
-    return sum(row_cost(len(list(unit)), balance) for _, unit in groupby(pack.unit_L))

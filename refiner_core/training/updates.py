@@ -189,14 +189,13 @@ class GrpoUpdate:
         reference: Score | None,
         grpo: GrpoConfig,
         seed: int,
-        health: HealthMonitor | None = None,
         longest: int | None = None,
     ) -> None:
         self.engine, self.reference = engine, reference
         self.grpo, self.seed = grpo, seed
         self.longest = longest or grpo.response_length
         first = engine.ranks.rank == 0
-        self.health = health or HealthMonitor(grpo.health, "grpo", says=first)
+        self.health = HealthMonitor(grpo.health, "grpo", says=first)
         self.moved = 0
 
     def run(

@@ -54,7 +54,7 @@ NEAREST: dict[str, dict[str, str]] = {
     "rewards": {
         "refiner_core/rewards/combine.py": "rewards rewards_composition",
         "refiner_core/rewards/compute.py": "rewards reward_stream rewards_composition",
-        "refiner_core/rewards/penalties.py": "rewards_composition reward_attacks",
+        "refiner_core/rewards/course.py": "rewards_composition reward_attacks",
     },
     "statistics": {
         "refiner_core/evaluation/results.py": "compare_results",
@@ -103,10 +103,6 @@ EQUIVALENT: dict[str, set[str]] = {
         "for parts in range(1, len(group) + [1): -> 2):]",
         # Padding sees itself alone, and nothing sees it.
         "branch_L=row.branch_L + [[0] -> [1]] * missing,",
-        # Units are told apart by their numbers, so only differences count.
-        "shift, unit_shift = len(joined), (joined.unit_L[-1] + [1 -> 2] if joined.unit_L else 0)",
-        "shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else [0) -> 1)]",
-        "[unit_L=[0] -> unit_L=[1]] * (end - start),",
         # The rank with least work is the same.
         "work = [[0.0] -> [1.0]] * world",
         # Nothing predicts the first token of a sample without a prompt.

@@ -7,8 +7,8 @@ over HTTP has the same protocol.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from refiner_core.contract.types import Judge, Judgement, JudgeRequest, JudgeUsage
 from refiner_core.judges import LexicalJudge
@@ -46,10 +46,16 @@ class ThreadedJudge:
         self.at_once += 1
         return self._answer(list(requests), 0)
 
-    def submit(self, requests: Sequence[JudgeRequest]) -> _Pending:
+    def submit(self, requests: Sequence[JudgeRequest]) -> Callable[[], list[Judgement]]:
         self.submitted.append(list(requests))
         number = len(self.submitted)
-        return _Pending(self, self._pool.submit(self._answer, list(requests), number))
+        future = self._pool.submit(self._answer, list(requests), number)
+
+        def result() -> list[Judgement]:
+            self.waited += 1
+            return future.result()
+
+        return result
 
     def usage(self) -> JudgeUsage:
         answers = {200: self._asked} if self._asked else {}
@@ -71,12 +77,3 @@ class ThreadedJudge:
             self._asked += len(requests)
             self._failed += sum(judgement.status == "failed" for judgement in judgements)
         return judgements
-
-
-class _Pending:
-    def __init__(self, judge: ThreadedJudge, future: Future[list[Judgement]]) -> None:
-        self._judge, self._future = judge, future
-
-    def result(self) -> list[Judgement]:
-        self._judge.waited += 1
-        return self._future.result()

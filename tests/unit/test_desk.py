@@ -14,7 +14,7 @@ from refiner_core import synthetic_words as world
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, vocabulary
-from refiner_core.environments.desk.episode import DeskEpisode
+from refiner_core.environments.desk.environment import DeskEpisode
 from refiner_core.environments.desk.tasks import DOMAINS, own_tasks
 from refiner_core.environments.desk.user import PATIENCE
 from refiner_core.environments.protocol import FAILURES, HasExpert, Outcome, Step, Task, ToolCall

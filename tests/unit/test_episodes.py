@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-from refiner_core.contract.config import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
 from refiner_core.contract.fingerprint import derive_seed
+from refiner_core.contract.sections.environment import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.types import Completion, SamplingParams, TurnScheduler
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.episode_runner import EpisodeRequest, EpisodeSettings

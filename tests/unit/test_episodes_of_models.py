@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from refiner_core.contract.config import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.fingerprint import derive_seed
+from refiner_core.contract.sections.environment import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.types import Completion, Generator, SamplingParams, TurnGenerator
 from refiner_core.environments.conversation import demonstration, prompt_ids
 from refiner_core.environments.episode_runner import EpisodeRequest, EpisodeSettings

@@ -90,7 +90,7 @@ def test_known_and_pending_questions_are_shared_and_calls_in_flight_are_limited(
     with JudgeServer(lambda body, call: score(2, delay_s=0.05)) as server:
         judge = judge_at(server.base_url, concurrency=3)
         first, second = judge.submit(requests(4)), judge.submit(requests(6))
-        assert first.result() == second.result()[:4]
+        assert first() == second()[:4]
         judge.judge(requests(6) * 2)
     usage = judge.usage()
     assert (usage.asked, usage.calls, usage.shared, usage.stored) == (22, 6, 4, 12)

@@ -17,7 +17,7 @@ from refiner_core.judges import LexicalJudge
 from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.rewards.combine import aggregate_rubrics
 from refiner_core.rewards.combine import total_reward as total_of_components
-from refiner_core.rewards.penalties import PRICES, prices_of
+from refiner_core.rewards.course import PRICES, prices_of
 from refiner_core.rubrics import Rubric, load_rubric_set
 from refiner_core.training.rollouts.rollout import group_advantages
 from tests.support.rewarding import EVIDENCE, ScriptedJudge, hashed_judge, reward_of, rollout

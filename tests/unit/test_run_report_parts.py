@@ -21,7 +21,7 @@ from refiner_core.contract.records import to_json
 from refiner_core.report.printing import plain
 from refiner_core.report.transcripts import answer_markup, evidence_of
 from refiner_core.rewards.combine import total_reward
-from refiner_core.rewards.penalties import prices_of
+from refiner_core.rewards.course import prices_of
 
 REWARD = RewardConfig()
 

@@ -22,7 +22,7 @@ from refiner_core.contract.errors import ConfigurationError, DataError, Unsuppor
 from refiner_core.environments.protocol import InfrastructureError, Message, ToolCall
 from refiner_core.environments.scoring import partial_score
 from refiner_core.environments.tau2 import Tau2Environment, missing_tau2, package, tau2_digest
-from refiner_core.environments.tau2.tasks import read_reward_info
+from refiner_core.environments.tau2.episode import read_reward_info
 from tests.support.judge_server import JudgeServer, Reply
 from tests.support.tau2_contract import (
     KEY_ENV,

@@ -17,7 +17,6 @@ from refiner_core.contract.kinds import KINDS, kinds_of
 from refiner_core.contract.monitoring import monitor_notes
 from refiner_core.contract.placement import (
     STAGES,
-    TrainingStage,
     judge_numbers,
     placement_of,
     sampling_section,
@@ -125,7 +124,7 @@ def _training_judge(config: RecipeConfig) -> list[str]:
     ]
 
 
-def _check_shared(config: RecipeConfig, stage: TrainingStage) -> None:
+def _check_shared(config: RecipeConfig, stage: str) -> None:
     """Check processes, GPUs, sharding and precision of a stage."""
     refuse = functools.partial(refuse_fields, config)
     section = section_of(config, stage)
@@ -169,7 +168,7 @@ def _check_kernel(config: RecipeConfig, stage: str) -> None:
     )
 
 
-def _check_pack(config: RecipeConfig, stage: TrainingStage) -> None:
+def _check_pack(config: RecipeConfig, stage: str) -> None:
     """Check that samples fit into a pack: they are never cut."""
     refuse = functools.partial(refuse_fields, config)
     grpo, longest = config.grpo, config.data.max_prompt_token_length
@@ -186,7 +185,7 @@ def _check_pack(config: RecipeConfig, stage: TrainingStage) -> None:
     )
 
 
-def _check_sft(config: RecipeConfig, stage: TrainingStage) -> None:
+def _check_sft(config: RecipeConfig, stage: str) -> None:
     """Check SFT, on demonstrations or on kept attempts."""
     refuse = functools.partial(refuse_fields, config)
     sft, world = section_of(config, stage), placement_of(config, stage).world

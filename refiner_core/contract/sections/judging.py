@@ -15,7 +15,7 @@ LEXICAL_MODELS = ("lexical-1", "lexical-loose-1")
 
 @dataclass(frozen=True, config=STRICT)
 class PenaltiesConfig:
-    """Prices of what a reward otherwise gives away; :mod:`refiner_core.rewards.penalties` has the
+    """Prices of what a reward otherwise gives away; :mod:`refiner_core.rewards.course` has the
     measures.
 
     A price times its measure, both 0 to 1, is subtracted from the score before

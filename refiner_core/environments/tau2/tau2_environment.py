@@ -22,7 +22,15 @@ from refiner_core.contract.config import EnvironmentConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.types import Judge
 from refiner_core.environments.protocol import Task, ToolSpec
-from refiner_core.environments.tau2.episode import FINISH, MAX_ERRORS, SPEAK, Tau2Episode
+from refiner_core.environments.tau2.episode import (
+    FINISH,
+    MAX_ERRORS,
+    NL_BASIS,
+    SPEAK,
+    Tau2Episode,
+    assertions_of,
+    basis_of,
+)
 from refiner_core.environments.tau2.package import (
     DATA_VARIABLE,
     DOMAINS,
@@ -31,7 +39,6 @@ from refiner_core.environments.tau2.package import (
     load_tau2,
     widen_client,
 )
-from refiner_core.environments.tau2.tasks import NL_BASIS, assertions_of, basis_of
 
 _SUMMARY = 160
 #: Sent to servers that need no key: the client refuses to work without one.

@@ -55,12 +55,12 @@ class SampleQuery(NamedTuple):
     version: str
 
 
-def said(raw: bytes, endpoint: Endpoint, most: int = 300) -> str:
+def said(raw: bytes, endpoint: Endpoint) -> str:
     """A server's text for quoting: one line, without the key."""
-    text = " ".join(raw[: 4 * most].decode(errors="replace").split())
+    text = " ".join(raw[:1200].decode(errors="replace").split())
     if endpoint.key:
         text = text.replace(endpoint.key, "***")
-    return text[:most]
+    return text[:300]
 
 
 def completion_body(asked: SampleQuery) -> bytes:

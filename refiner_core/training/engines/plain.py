@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from refiner_core.contract.config import ModelConfig, RecipeConfig, Resources, SftConfig
-from refiner_core.contract.placement import TrainingStage, section_of
+from refiner_core.contract.placement import section_of
 from refiner_core.generation.load import device_for
 from refiner_core.training.batches import Batch, seed_random
 from refiner_core.training.engines.protocol import Engine, ParameterState
@@ -157,7 +157,7 @@ class PlainEngine(Engine):
 
 
 def open_engine(
-    config: RecipeConfig, stage: TrainingStage, model_ref: str, ranks: Ranks | None = None
+    config: RecipeConfig, stage: str, model_ref: str, ranks: Ranks | None = None
 ) -> Engine:
     """The model of ``model_ref``, ready for training by the stage's section.
 

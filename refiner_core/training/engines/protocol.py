@@ -69,7 +69,7 @@ from refiner_core.generation.saving import (
     save_model,
     whole_shape,
 )
-from refiner_core.training.batches import Batch, Pack, collate, to_device
+from refiner_core.training.batches import Batch, Pack, collate, deal, to_device
 from refiner_core.training.model import loading
 from refiner_core.training.model.loading import (
     check_shapes,
@@ -399,13 +399,8 @@ def evaluating(model: Any) -> Iterator[None]:
 
 def shares(sizes: Mapping[str, int], world: int) -> list[list[str]]:
     """Assignment of parameters to writing ranks: the largest first, to the least loaded rank."""
-    loads = [0] * world
-    chosen: list[list[str]] = [[] for _ in range(world)]
-    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        rank = loads.index(min(loads))
-        loads[rank] += sizes[name]
-        chosen[rank].append(name)
-    return chosen
+    names = sorted(sizes)
+    return [[names[i] for i in mine] for mine in deal([sizes[name] for name in names], world)]
 
 
 def rng_state() -> dict[str, Any]:

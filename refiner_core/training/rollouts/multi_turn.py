@@ -41,7 +41,6 @@ from refiner_core.environments.scoring import (
     Curriculum,
     require_episodes,
     shaped_reward,
-    unscored_kinds,
 )
 from refiner_core.rewards import RewardStream
 from refiner_core.samples import PlannedSample, check_fit, sample_episodes
@@ -168,6 +167,7 @@ def episode_metrics(batch: _EpisodeBatch) -> dict[str, float]:
     foreign = [len(s.completion.token_ids) - n for s, n in zip(batch.samples, own, strict=True)]
     turns = [turn for record in records for turn in record.turns]
     failures = Counter(record.failure for record in ended)
+    errors = Counter(r.error_kind or "error" for r in records if r.status == "error")
     tool_errors = Counter(turn.tool_error for turn in turns if turn.tool_error)
     metrics: dict[str, float] = {
         **batch_metrics(batch),
@@ -175,8 +175,8 @@ def episode_metrics(batch: _EpisodeBatch) -> dict[str, float]:
         "episodes/own_tokens": sum(own) / len(records),
         "episodes/foreign_tokens": sum(foreign) / len(records),
         "episodes/successes": sum(record.success for record in ended),
-        "episodes/errors": len(records) - len(ended),
-        "episodes/excluded": unscored_kinds(batch.results, "excluded").total(),
+        "episodes/errors": errors.total(),
+        "episodes/excluded": sum(r.status == "unscored" for r in batch.results) - errors.total(),
         "episodes/repairs": sum(turn.tried_again for turn in turns),
         "episodes/tool_errors": tool_errors.total(),
         "episodes/turn_limit": sum(record.ended == "turn_limit" for record in records),
@@ -185,8 +185,7 @@ def episode_metrics(batch: _EpisodeBatch) -> dict[str, float]:
         **{f"episodes/failed/{name}": failures[name] for name in FAILURES},
         **{f"episodes/tool_errors/{name}": n for name, n in sorted(tool_errors.items())},
     }
-    for kind, n in sorted(unscored_kinds(batch.results, "failed").items()):
-        metrics[f"episodes/errors/{kind}"] = n
+    metrics |= {f"episodes/errors/{kind}": n for kind, n in sorted(errors.items())}
     metrics.update(means(_outcomes(ended)))
     parts = (pair for result in batch.results for pair in result.components.items())
     metrics.update(
@@ -325,9 +324,11 @@ class MultiTurnTask(SingleTurnTask):
     ) -> list[RewardResult]:
         """Rewards of the environment, shaped; raises if errors ended too many episodes."""
         environment = self.config.environment
-        results = [shaped_reward(record_of(sample), environment) for sample in samples]
-        require_episodes(results, environment.max_error_share, of="episodes of a step")
-        return results
+        records = [record_of(sample) for sample in samples]
+        errors = [(r.error_kind or "error", r.error) for r in records if r.status == "error"]
+        share = environment.max_error_share
+        require_episodes(errors, len(records), share, of="episodes of a step")
+        return [shaped_reward(record, environment) for record in records]
 
     def groups(
         self, samples: Sequence[RolloutSample], results: Sequence[RewardResult]
