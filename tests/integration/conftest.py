@@ -38,7 +38,7 @@ def prefect_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def prefect(prefect_session: None) -> PrefectApi:
     """The API of that server, which is started again if the last test has ended it."""
-    return PrefectApi(ensure_server(120))
+    return PrefectApi(ensure_server(400))
 
 
 @pytest.fixture(scope="session")

@@ -159,7 +159,7 @@ def test_a_sweep_shows_every_stage_once_and_its_last_report(served: Served, tmp_
 def test_a_worker_of_a_pool_runs_deployments(served: Served, tmp_path: Path) -> None:
     """On a server of its own: `refiner serve` carries out what is launched on the other."""
     with private_server(tmp_path / "state"):
-        prefect = PrefectApi(ensure_server(120))
+        prefect = PrefectApi(ensure_server(400))
         prefect.post("/work_pools/", {"name": "here", "type": "process"})
         made = refiner("deploy", "tiny", "--pool", "here", "--json", cwd=tmp_path)
         assert made.code == 0, made.stderr

@@ -263,7 +263,7 @@ def test_a_dead_server_stops_no_work_and_catches_up(prefect: PrefectApi, tmp_pat
         os.kill(prefect.info.pid, signal.SIGKILL)
         call.shows("data", "done", report={})
         eventually(lambda: call.warned)
-        again = PrefectApi(ensure_server(60))
+        again = PrefectApi(ensure_server(400))
         assert again.info.pid != prefect.info.pid
         call.shows("sft", "running")
         call.shows("sft", "done", report={})
@@ -354,7 +354,7 @@ def test_the_link_leads_to_no_other_site(prefect: PrefectApi, tmp_path: Path) ->
 
 
 def test_the_key_is_shown_on_a_terminal_alone(prefect: PrefectApi, tmp_path: Path) -> None:
-    info = ensure_server(60)
+    info = ensure_server(400)
     key = info.auth.split(":")[1]
     for words in (("server",), ("server", "--json")):
         done = refiner(*words)

@@ -28,7 +28,7 @@ def private_server(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REFINER_STATE_DIR", str(folder))
         patch.delenv("PREFECT_API_URL", raising=False)
-        ensure_server(120)
+        ensure_server(400)
         try:
             yield
         finally:

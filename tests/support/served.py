@@ -70,7 +70,7 @@ def served_in(folder: Path, *files: str, **env: str) -> Iterator[Served]:
             stdout=log,
             stderr=log,
         )
-    prefect = PrefectApi(ensure_server(120))
+    prefect = PrefectApi(ensure_server(400))
 
     def ready() -> bool:
         text = (folder / "serve.log").read_text()
