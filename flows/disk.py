@@ -78,7 +78,7 @@ def disk_report(
 
     ws = Workspace.read_only(workspace)
     disk_manager = DiskManager(ws, disk_config(ws, overrides))
-    stock = disk_manager.stock()
+    stock = disk_manager.inventory()
     runs = {run.run: tuple(run.stages.values()) for run in ws.runs()}
     caches = find_caches([*disk_manager.config.watch_caches, *COMPILE_CACHES])
     rows = by_run_and_kind([*stock.items, *caches], runs)
@@ -89,7 +89,7 @@ def disk_report(
     for item in stock.items:
         if item.stage_id in owner:
             unique[owner[item.stage_id]] += item.size.bytes
-    left, reserved = disk_manager.room(fresh=True), disk_manager.ledger.others()
+    left, reserved = disk_manager.available(fresh=True), disk_manager.ledger.others()
     value = {
         **{"version": 1, "workspace": str(ws.root), "data": str(ws.layout.data)},
         "room": {key: value for key, value in to_json(left).items() if key != "knows_quota"},
@@ -201,11 +201,11 @@ def reclaim_disk(
     if not dry_run:
         ws.require_trust()
     disk_manager = DiskManager(ws, disk_config(ws, overrides))
-    stock = disk_manager.stock(as_if_dropped=dry_run)
+    stock = disk_manager.inventory(as_if_dropped=dry_run)
     holds = [h for h in stock.holds if h.idle]
     if not dry_run and holds:
         holds = drop_idle(ws, holds)
-        stock = disk_manager.stock()
+        stock = disk_manager.inventory()
     candidates = plan_reclaim(stock, None, judgements=judgements)
     items: tuple[str, ...] = ()
     freed = 0
@@ -307,7 +307,7 @@ def planned_space(plans: Sequence[Plan]) -> PlannedSpace:
     workspace = Workspace.read_only(plans[0].config.workspace)
     disk_manager = DiskManager(workspace, plans[0].config.disk)
     forecast = forecast_disk(plans, workspace)
-    now, margin = disk_manager.room(), int(plans[0].config.disk.margin_gb * 2**30)
+    now, margin = disk_manager.available(), int(plans[0].config.disk.margin_gb * 2**30)
     free = max(0, now.free_bytes - disk_manager.reserved() - margin)
     most = None if now.limit_bytes is None else now.limit_bytes - margin
     is_short = forecast.needed_bytes > free

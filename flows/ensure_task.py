@@ -158,14 +158,14 @@ def _ensure(run: Run, stage: str) -> State[Any]:
     follower = Follower(ws, part.run, part.stages)
     node, followed = follower.nodes[names[0]], _LazyFollower(ws, part, follower)
     try:
-        state = show_stage(part.run, node, partial(followed.look, node.name))
+        state = show_stage(part.run, node, partial(followed.observe, node.name))
     except TerminationSignal:
         followed.cancel()
         until = time.monotonic() + TERMINATION_S
         while time.monotonic() < until and followed.works:
             time.sleep(0.2)
         raise
-    failed = [v for v in follower.look().values() if v.state == "failed"]
+    failed = [v for v in follower.observe().values() if v.state == "failed"]
     if failed:
         return Failed(message="; ".join(f"{v.name}: {v.message}" for v in failed))
     return _completed(ws, node) if state.is_completed() else state
@@ -212,17 +212,17 @@ class _LazyFollower:
     """A part that is read while a caller waits for a stage; it also checks for requests to the flow
     run."""
 
-    room: Workspace
+    workspace: Workspace
     part: RunRecord
     follower: Follower
     gone_since: float = math.inf
     asked: bool = False
 
-    def look(self, name: str, timeout_s: float) -> tuple[StageView, bool]:
+    def observe(self, name: str, timeout_s: float) -> tuple[StageView, bool]:
         """The view, and whether the part has no orchestrator any more."""
         now = time.monotonic()
         self.gone_since = math.inf if self.works else min(self.gone_since, now)
-        view = self.follower.look()[name]
+        view = self.follower.observe()[name]
         if view.terminal or now - self.gone_since > LAST_LINE_S:
             return view, True
         state = flow_run_state(this_run.id)
@@ -236,10 +236,10 @@ class _LazyFollower:
         from flows.running.cancelling import cancel
 
         if not self.asked:
-            cancel(self.room, self.part, wait_s=0)
+            cancel(self.workspace, self.part, wait_s=0)
         self.asked = True
 
     @property
     def works(self) -> bool:
         """True if an orchestrator of the part is running."""
-        return orchestrator_of(self.room, self.part.run).works
+        return orchestrator_of(self.workspace, self.part.run).works

@@ -203,7 +203,7 @@ def observing_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
 class RecordedCall:
     """A recorded run or sweep: its name, the id of its records, and a reader of its events."""
 
-    room: Workspace
+    workspace: Workspace
     name: str
     id: str
     follower: Follower | SweepFollower
@@ -220,23 +220,25 @@ class RecordedCall:
 
         if is_sweep(self.id):
             return "", ()
-        tracking = self.room.read_run(self.id).config.get("tracking") or {}
-        return label_of(self.room, self.id, tracking)
+        tracking = self.workspace.read_run(self.id).config.get("tracking") or {}
+        return label_of(self.workspace, self.id, tracking)
 
     def start(self) -> BackgroundProcess:
         """Start a background process that works on it."""
         if is_sweep(self.id):
             from flows.sweeping.launching import detach_sweep
 
-            return detach_sweep(self.name, self.room.root, launch=LaunchOptions(use_server=False))
-        return detach_run(self.room.read_run(self.id), self.room.root, use_server=False)
+            return detach_sweep(
+                self.name, self.workspace.root, launch=LaunchOptions(use_server=False)
+            )
+        return detach_run(self.workspace.read_run(self.id), self.workspace.root, use_server=False)
 
     def end(self, how: Literal["cancel", "suspend"]) -> None:
         """Cancel it, or keep further stages from beginning."""
         from flows.running.cancelling import cancel_run, waiting_stages
         from flows.sweeping.launching import cancel_sweep, suspend_sweep
 
-        ws, name = self.room, self.name
+        ws, name = self.workspace, self.name
         if is_sweep(self.id):
             if how == "cancel":
                 cancel_sweep(name, ws.root, wait_s=0)
@@ -297,7 +299,7 @@ def _name_run(title: str, call: RecordedCall) -> None:
     flow run with this process, so that others can tell whether it is still followed."""
     note, own = call.label
     tags = {*this_run.tags, f"{call.noun}:{call.name}", *own}
-    parameters = {**this_run.parameters, "run": call.name, "workspace": str(call.room.root)}
+    parameters = {**this_run.parameters, "run": call.name, "workspace": str(call.workspace.root)}
     with get_client(sync_client=True) as client:
         name = f"{Path(title).stem} {call.name}" if call.noun == "run" else call.name
         name += f": {note[:_MOST_OF_NOTE]}" if note else ""
@@ -308,15 +310,15 @@ def _name_run(title: str, call: RecordedCall) -> None:
 
 def _start(call: RecordedCall) -> None:
     """Start an orchestrator for the call in its own process, if none is running."""
-    if _started_in_terminal.get() or orchestrator_of(call.room, call.id).works:
+    if _started_in_terminal.get() or orchestrator_of(call.workspace, call.id).works:
         return
     try:
         left = call.start()
     except RefinerError:
-        if not orchestrator_of(call.room, call.id).works:
+        if not orchestrator_of(call.workspace, call.id).works:
             raise
         return  # another process was quicker
-    if left.failed and left.message and not orchestrator_of(call.room, call.id).works:
+    if left.failed and left.message and not orchestrator_of(call.workspace, call.id).works:
         raise LaunchError(
             f"The orchestrator ended at once: {left.message}",
             expected="it to work on the run",
@@ -364,7 +366,7 @@ class _FlowRun:
         from refiner_core.report.sweep.rendering import markdown
 
         with warned(self._log, "the report"):
-            text = markdown(make_sweep_report(self._call.name, self._call.room.root))
+            text = markdown(make_sweep_report(self._call.name, self._call.workspace.root))
             if len(text) > _MOST_MARKDOWN:
                 text = f"{text[:_MOST_MARKDOWN]}\n\nThe rest: `refiner report {self._call.name}`.\n"
             self._put(text, "report", f"Results of {self._call.name}")
@@ -374,8 +376,8 @@ class _FlowRun:
         gone_since, over_since, unread = None, None, ""
         while True:
             try:
-                views = self._follower.look()
-                who = orchestrator_of(self._call.room, self._call.id)
+                views = self._follower.observe()
+                who = orchestrator_of(self._call.workspace, self._call.id)
             except (RefinerError, OSError) as error:  # the run also waits for the file system
                 if unread != str(error):
                     unread = str(error)
@@ -431,11 +433,13 @@ class _FlowRun:
     def _wait_for_saves(self) -> None:
         """Wait for saves until shortly before the runner kills this process, then show the rest."""
         until = time.monotonic() + TERMINATION_S
-        while time.monotonic() < until and orchestrator_of(self._call.room, self._call.id).works:
-            self._views = self._follower.look()
+        while (
+            time.monotonic() < until and orchestrator_of(self._call.workspace, self._call.id).works
+        ):
+            self._views = self._follower.observe()
             time.sleep(0.2)
-        self._views = self._follower.look()
-        saves = orchestrator_of(self._call.room, self._call.id).works
+        self._views = self._follower.observe()
+        saves = orchestrator_of(self._call.workspace, self._call.id).works
         head = "Stages are still saving." if saves else "All stages have saved and ended."
         self._put(head, "cancelled", "Saved stages")
 
@@ -457,7 +461,7 @@ class _FlowRun:
             return
         inputs: list[str] = []
         with warned(self._log, f"the inputs of {name}"):
-            inputs = inputs_of(self._call.room, self._call.follower.nodes, name)
+            inputs = inputs_of(self._call.workspace, self._call.follower.nodes, name)
         for before in inputs:
             self._submit(before, views)
         over = [n for n in inputs if n in self._futures and views[n].state == "done"]
@@ -482,7 +486,7 @@ class _FlowRun:
             self._show_incidents()
 
     def _show_incidents(self) -> None:
-        ws = self._call.room
+        ws = self._call.workspace
         found = run_incidents(ws, ws.read_run(self._call.id))
         known = {incident.key for incident in self._incidents}
         for incident in found:
@@ -499,7 +503,7 @@ class _FlowRun:
         self._put(markdown_table(rows), "stages", "State of each stage")
         more = (
             "Retry continues from here if `refiner serve` is running; from any shell: "
-            f"`refiner resume {self._call.name} workspace={self._call.room.root}`."
+            f"`refiner resume {self._call.name} workspace={self._call.workspace.root}`."
         )
         states = [view.state for view in views.values()]
         words = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))

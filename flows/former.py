@@ -2,7 +2,8 @@
 
 Former options are declared beside their commands, by :func:`flows.cli.aliases.former_option`; the
 former field and JSON key ``mend`` (now ``fix``) of a finding is kept by
-:class:`infra.doctor.check.CheckResult` and :func:`flows.doctor.findings_json`.
+:class:`infra.doctor.check.CheckResult` and :func:`flows.doctor.findings_json`, the method ``look``
+(now ``observe``) by the watchers of runs and sweeps.
 """
 
 from __future__ import annotations

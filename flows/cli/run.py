@@ -363,7 +363,7 @@ def _finish_sweep(outcome: SweepOutcome, as_json: bool) -> int:
     """Print the outcome of a call on a sweep; returns its exit code."""
     from flows.sweeping.status import SweepWatcher, status_json, status_lines, table_of
 
-    status = SweepWatcher(outcome.workspace, outcome.record.name).look()
+    status = SweepWatcher(outcome.workspace, outcome.record.name).observe()
 
     def lines() -> Iterator[str]:
         header, rows = table_of(status)

@@ -84,10 +84,10 @@ def status_command(
     look: Callable[[], Any]
     page: Callable[..., _Page]
     if sweep is not None:
-        look, page = watch_sweep(sweep, workspace.root).look, _sweep_page
+        look, page = watch_sweep(sweep, workspace.root).observe, _sweep_page
     elif run is not None:
         wait_s = _WATCH_WAIT_S if watching else SCHEDULER_WAIT_S
-        look, page = watch_run(run.run, workspace.root, wait_s=wait_s).look, _run_page
+        look, page = watch_run(run.run, workspace.root, wait_s=wait_s).observe, _run_page
     else:
         said = f"No run is recorded in {workspace.root}."
         nothing: dict[str, object] = {"version": 1, "run": None, "stages": []}

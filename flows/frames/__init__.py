@@ -123,7 +123,7 @@ def stages_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd.Da
     """
     ws, record = the_run(run, workspace)
     rows = []
-    for stage in RunWatcher(ws, record).look().stages:
+    for stage in RunWatcher(ws, record).observe().stages:
         found = ws.read_record(stage.id)
         attempts = found.attempts if found is not None else ()
         rows.append(

@@ -61,7 +61,7 @@ class Pauses:
         self._seen: dict[str, float] = {}
         self._told: set[str] = set()
 
-    def look(
+    def observe(
         self, statuses: Mapping[str, StageState], now: float, *, quiet: bool = False
     ) -> list[tuple[str, list[str], str]]:
         """New pauses: cause, paused stages, and the reason of the last; ``now`` in seconds.
@@ -306,7 +306,7 @@ class _CallNotifier(CallObserver):
     def _look(self, views: Mapping[str, StageView]) -> None:
         """Send messages for changes. ARM/seed1/grpo is a stage of the trial ARM/seed1."""
         states = {" ".join(name.rsplit("/", 1)): state_of(view) for name, view in views.items()}
-        for pause in self._pauses.look(states, self._clock(), quiet=self._sender.quiet):
+        for pause in self._pauses.observe(states, self._clock(), quiet=self._sender.quiet):
             self._tell(paused(self.topic, *pause))
 
     @abstractmethod

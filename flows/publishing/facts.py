@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from flows.publishing.lineage import (
     Lineage,
     Subject,
-    behind,
     cost_of,
     decide,
+    lineage_of,
     need_result,
     recorded_subject,
     runs_of,
@@ -170,7 +170,7 @@ def collect(subject: Subject) -> PublicationFacts:
     weights = weights_of(subject)
     compared = _compared(subject) if subject.spec.name == "publish-best" else []
     role = compared[0].role if compared else next(iter(weights))
-    made = behind(workspace, weights[role])
+    made = lineage_of(workspace, weights[role])
     made_by = role if role != "weights" else f"weights-step{made.step}"
     runs = runs_of(subject, made.trained)
     decided = subject.decided or decide(subject, made, runs)

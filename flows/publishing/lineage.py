@@ -163,7 +163,7 @@ def weights_of(subject: Subject) -> dict[str, str]:
     return {role: i for role, i in inputs.items() if role.partition("-")[0] == "weights"}
 
 
-def behind(workspace: Workspace, weights: str) -> Lineage:
+def lineage_of(workspace: Workspace, weights: str) -> Lineage:
     """Origin of weights.
 
     Parameters

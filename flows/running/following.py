@@ -90,7 +90,7 @@ class Follower:
         self._views = {node.name: node.waiting for node in self.nodes.values()}
         self._news: list[Mapping[str, Any]] = []
 
-    def look(self) -> dict[str, StageView]:
+    def observe(self) -> dict[str, StageView]:
         """The current views."""
         for event in self._new_events():
             self._take_in(event)
@@ -179,9 +179,9 @@ class SweepFollower:
         if self._by_stage:
             self.nodes = {name: Node(name, stage_id) for stage_id, name in self._names.items()}
 
-    def look(self) -> dict[str, StageView]:
+    def observe(self) -> dict[str, StageView]:
         """The current views."""
-        trials = self._trials.look()
+        trials = self._trials.observe()
         if not self._by_stage:
             return trials
         views = {name: node.waiting for name, node in self.nodes.items()}
@@ -190,7 +190,7 @@ class SweepFollower:
             run = self._trials.runs.get(trial) if whole.state != "waiting" else None
             if run is not None:
                 follower = Follower(self._workspace, run, stages)
-                mine = self._followers.setdefault((trial, run), follower).look()
+                mine = self._followers.setdefault((trial, run), follower).observe()
             over: ViewState = "skipped" if whole.state in ("done", "skipped") else "interrupted"
             for name, stage_id in stages.items():
                 node = self._names[stage_id]

@@ -12,6 +12,7 @@ import itertools
 import shutil
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -250,12 +251,12 @@ class BackgroundRouter(Router):
         self._wait_s, self._hurry = wait_s, _BackgroundQuery[dict[AttemptRef, JobStatus]](wait_s)
         self.late = ""
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
+    def observe(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """State of all attempts; on timeout, of those that need no scheduler."""
-        look = super().look
+        observe = super().observe
         far = [a for a in attempts if a.attempt.executor != "local"]
-        seen = look([a for a in attempts if a.attempt.executor == "local"])
-        answer = self._hurry.ask(lambda: look(far)) if far else {}
+        seen = observe([a for a in attempts if a.attempt.executor == "local"])
+        answer = self._hurry.ask(lambda: observe(far)) if far else {}
         late = f"the scheduler did not answer within {self._wait_s:g} s"
         self.late = late if answer is None else ""
         return {**{a.ref: (answer or {}).get(a.ref, JobStatus("unknown")) for a in far}, **seen}
@@ -269,7 +270,7 @@ def _disk_status(prober: Prober, hurry: _BackgroundQuery[FreeSpace]) -> _DiskSta
         use = shutil.disk_usage(folder)
     except OSError:
         return None
-    ws = hurry.ask(prober.look)
+    ws = hurry.ask(prober.observe)
     if ws is None or ws.limit_bytes is None:
         # Without the blocks reserved for the administrator, as in `refiner disk`.
         return _DiskStatus(str(folder), use.free, use.used + use.free, "file system")
@@ -390,6 +391,11 @@ class RunWatcher:
         self._space = Prober(workspace.layout.data, config), _BackgroundQuery[FreeSpace](wait_s)
 
     def look(self) -> RunStatus:
+        """Former name of :meth:`observe`, for one release."""
+        warnings.warn("look() is observe() now", DeprecationWarning, stacklevel=2)
+        return self.observe()
+
+    def observe(self) -> RunStatus:
         """Current status of the run."""
         workspace, run = self.workspace, self.run
         who = orchestrator_of(workspace, run.run)
@@ -410,7 +416,7 @@ class RunWatcher:
     def stages(self, events: Sequence[Mapping[str, Any]] = ()) -> tuple[StageStatus, ...]:
         """Current status of each stage; ``events`` are those of a running orchestrator."""
         run, told = self.run, _last_words(events)
-        records, observed = self._observer.look(run.stages.values())
+        records, observed = self._observer.observe(run.stages.values())
         rows = []
         for name in stage_names(run):
             stage_id = run.stages[name]
@@ -513,7 +519,7 @@ def status_of_run(
     ws = Workspace.read_only(workspace)
     if find_run(ws, run_id) is None:
         return None
-    return watch_run(run_id, workspace, wait_s=wait_s).look()
+    return watch_run(run_id, workspace, wait_s=wait_s).observe()
 
 
 def watch_run(

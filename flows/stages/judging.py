@@ -148,7 +148,7 @@ def _serve(work: StageWork, server: JudgeServerProcess) -> float:
     limit_s = work.config.judge.serve.idle_timeout_s
     leases = LeaseWatch(work.workspace, work.stage_id)
     looked = asked = time.monotonic()
-    held = leases.look()
+    held = leases.observe()
     while True:
         now = time.monotonic()
         work.check_fence("server ends")
@@ -159,7 +159,7 @@ def _serve(work: StageWork, server: JudgeServerProcess) -> float:
         server.check_alive(ask=now - asked >= _ASK_EVERY_S)
         asked = now if now - asked >= _ASK_EVERY_S else asked
         if now - looked >= min(_LEASES_EVERY_S, limit_s / 4):
-            looked, held = now, leases.look()
+            looked, held = now, leases.observe()
         values = {"leases": float(len(held)), "idle_s": round(leases.idle_s, 1)}
         if held:
             values["idle_s"] = 0.0

@@ -224,7 +224,7 @@ def forecast_sweep(plan: SweepPlan) -> SweepPreview:
     stage = first.evaluation(aim.model, aim.protocol)
     prompts = None if stage is None else prompts_of(first, stage, history)
     found = detectable(plan, prompts, read_evidence(workspace, aim))
-    free = max(0, DiskManager(workspace, first.config.disk).room().free_bytes)
+    free = max(0, DiskManager(workspace, first.config.disk).available().free_bytes)
     return SweepPreview(plan, stages, forecast, passed_by(forecast, plan, workspace), found, free)
 
 
@@ -344,7 +344,7 @@ def list_sweeps(workspace: str | Path = RecipeConfig.workspace) -> KnownSweeps:
         The folder is no workspace, or a record is damaged.
     """
     ws = Workspace.read_only(workspace)
-    recorded = {name: SweepWatcher(ws, name).look() for name in sweep_names(ws)}
+    recorded = {name: SweepWatcher(ws, name).observe() for name in sweep_names(ws)}
     found = ((name, load_sweep(name)) for name in shipped_sweeps())
     shipped = (ShippedSweep(name, sweep.recipe, sweep.question.text) for name, sweep in found)
     return KnownSweeps(tuple(shipped), recorded)

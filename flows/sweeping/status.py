@@ -12,6 +12,7 @@ held, stopped) is in the event log of the sweep's orchestrator, one line per cha
 from __future__ import annotations
 
 import shlex
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -126,6 +127,11 @@ class SweepWatcher:
         self.use = UsageReader(workspace)
 
     def look(self) -> SweepStatus:
+        """Former name of :meth:`observe`, for one release."""
+        warnings.warn("look() is observe() now", DeprecationWarning, stacklevel=2)
+        return self.observe()
+
+    def observe(self) -> SweepStatus:
         """Current status of the sweep, by its newest version."""
         record, call = read_sweep(self.workspace, self.name), sweep_call(self.name)
         who = orchestrator_of(self.workspace, call)
@@ -248,7 +254,7 @@ def status_of_sweep(sweep: str, workspace: str | Path = RecipeConfig.workspace) 
     ConfigurationError
         There is no such sweep; the message names the nearest.
     """
-    return watch_sweep(sweep, workspace).look()
+    return watch_sweep(sweep, workspace).observe()
 
 
 def watch_sweep(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> SweepWatcher:

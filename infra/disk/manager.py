@@ -205,13 +205,13 @@ class DiskManager:
 
     # ------------------------------------------------------------ checking
 
-    def room(self, *, fresh: bool = False) -> FreeSpace:
+    def available(self, *, fresh: bool = False) -> FreeSpace:
         """The free space, measured again after a quarter of ``watch_s`` (10 s at most), or with
         ``fresh``."""
         with self._lock:
             now = self._clock()
             if fresh or self._cached is None or now - self._cached[1] >= self._good_for_s:
-                self._cached = (self._prober.look(), now)
+                self._cached = (self._prober.observe(), now)
             return self._cached[0]
 
     def reserved(self, ref: AttemptRef | None = None) -> int:
@@ -224,7 +224,7 @@ class DiskManager:
         """Bytes missing for ``need_bytes``, after the margin and the reservations of others; 0 if
         it fits. A lack of inodes counts as bytes too."""
         self._read_only = False
-        space = self.room(fresh=fresh)
+        space = self.available(fresh=fresh)
         margin = int(self.config.margin_gb * _GIB)
         missing = need_bytes + margin + self.reserved(ref) - space.free_bytes
         if missing > 0:
@@ -240,14 +240,14 @@ class DiskManager:
 
     def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
         """Text for what is missing for ``need_bytes``: bytes, or inodes."""
-        inodes = self._missing_inodes(self.room(), ref)
+        inodes = self._missing_inodes(self.available(), ref)
         if inodes:
             return f"{inodes} more files and folders (inodes)"
         return size(need_bytes)
 
     def status_line(self) -> str:
         """Text for people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``; or few free inodes."""
-        space, reserved = self.room(), self.reserved()
+        space, reserved = self.available(), self.reserved()
         if space.free_inodes is not None and space.free_inodes < _FEW_INODES:
             text = f"{space.free_inodes:,} more files and folders (inodes) possible"
         elif space.used_bytes is None or space.limit_bytes is None:
@@ -260,13 +260,13 @@ class DiskManager:
 
     # ------------------------------------------------------------ freeing space
 
-    def stock(self, *, as_if_dropped: bool = False) -> Inventory:
+    def inventory(self, *, as_if_dropped: bool = False) -> Inventory:
         """Inventory of the workspace; ``as_if_dropped``: without idle holds."""
         return read_inventory(self.workspace, as_if_dropped=as_if_dropped)
 
     def candidates(self) -> list[Candidate]:
         """All that may go."""
-        return plan_reclaim(self.stock(), None)
+        return plan_reclaim(self.inventory(), None)
 
     def carry_out(self, candidates: list[Candidate]) -> ReclaimedBytes:
         """Delete candidates, and let the file system return the space."""
@@ -282,9 +282,9 @@ class DiskManager:
             missing = self.shortage(need_bytes, ref, fresh=True)
             if not missing or self._read_only:
                 break  # on a read-only disk the problem is not space
-            inodes = self._missing_inodes(self.room(), ref)
+            inodes = self._missing_inodes(self.available(), ref)
             try:
-                wanted = plan_reclaim(self.stock(), missing, inodes)
+                wanted = plan_reclaim(self.inventory(), missing, inodes)
                 done = self.carry_out(wanted) if wanted else ReclaimedBytes()
             except (OSError, ValueError, RefinerError) as error:
                 log.warning("nothing was reclaimed: %s", error)
@@ -390,7 +390,7 @@ class DiskManager:
         self._cached = self._wrote = None
 
     def _no_space(self, need_bytes: int, ref: AttemptRef) -> NoSpaceError:
-        space = self.room()
+        space = self.available()
         if self._read_only:
             why = OSError(errno.EROFS, os.strerror(errno.EROFS))
             return no_space_error(self.workspace.layout.data, "waiting for space", why)
@@ -465,9 +465,9 @@ class DiskWatch:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def look(self) -> None:
+    def observe(self) -> None:
         """Check once, and act on the result."""
-        space = self.disk_manager.room(fresh=True)
+        space = self.disk_manager.available(fresh=True)
         above = space.share >= self.disk_manager.config.warn_share
         if above and not self._warned:
             self._tell("warn", f"{space.share:.0%} used: {self.disk_manager.status_line()}", 0)
@@ -492,12 +492,12 @@ class DiskWatch:
 
     def _tell(self, kind: EventKind, message: str, bytes_: int) -> None:
         log.log(logging.INFO if kind == "room" else logging.WARNING, "disk: %s", message)
-        self._on_event(DiskEvent(kind, message, self.disk_manager.room(), bytes_))
+        self._on_event(DiskEvent(kind, message, self.disk_manager.available(), bytes_))
 
     def _run(self) -> None:
         while not self._ended.is_set():
             try:
-                self.look()
+                self.observe()
             except Exception:  # a dead watcher would be noticed only when it is too late
                 log.exception("checking the disk failed")
             self._ended.wait(self.disk_manager.config.watch_s)

@@ -381,7 +381,7 @@ class Prober:
                 fix="name one of these",
             )
 
-    def look(self) -> FreeSpace:
+    def observe(self) -> FreeSpace:
         """The present free space: the tightest of all that apply."""
         mount = self._mount or mount_of(self.folder)
         base = statvfs_space(existing(self.folder), mount)

@@ -353,7 +353,7 @@ def _space(info: SystemInfo) -> Iterator[CheckResult]:
 
 def _space_of(info: SystemInfo, prefix: str, folder: Path) -> Iterator[CheckResult]:
     mount, disk = mount_of(folder), info.config.disk
-    space = Prober(folder, disk, measure=lambda: size_of(folder), mount=mount).look()
+    space = Prober(folder, disk, measure=lambda: size_of(folder), mount=mount).observe()
     what = _space_text(space)
     least = max(1 << 30, int(disk.margin_gb * 2**30))
     full = space.free_bytes < least or (space.free_inodes is not None and space.free_inodes < 1000)

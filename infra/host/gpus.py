@@ -138,7 +138,7 @@ class GpuPool:
     def __init__(self) -> None:
         self._held: dict[str, dict[Gpu, tuple[socket.socket, ...]]] = {}
 
-    def room(self) -> GpuRoom:
+    def available(self) -> GpuRoom:
         """GPUs now; those that this process holds count as free."""
         gpus, mine = gpus_here(), {gpu.uuid for held in self._held.values() for gpu in held}
         taken = {uuid: by for uuid, by in leases().items() if uuid not in mine}

@@ -124,7 +124,7 @@ class LocalDispatcher:
         if len(names) != count and not self.gpus.share({stage_id: count}):
             raise LaunchError(
                 f"{count} GPUs are needed, and of this machine's {len(gpus_here())} too few are "
-                f"free: {self.gpus.room().users or 'there are no more'}",
+                f"free: {self.gpus.available().users or 'there are no more'}",
                 expected="as many as the stage's `resources.gpus`",
                 fix="request fewer, or wait for the others",
             )
@@ -134,7 +134,7 @@ class LocalDispatcher:
 
     # ------------------------------------------------------------ observing and stopping
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
+    def observe(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """``live`` while the worker runs on this host, ``dead`` when it is certain that it does
         not, else ``unknown`` (another host, or not submitted yet)."""
         statuses: dict[AttemptRef, Liveness] = {}
@@ -235,7 +235,7 @@ class Router:
                 here = [s for s in used if self.executor_for(s) == dispatcher.executor]
                 dispatcher.check_gpus(stage, here)
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
+    def observe(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """All attempts, with one query per dispatcher. Jobs of an executor that this call does not
         have are ``unknown``."""
         seen: dict[AttemptRef, JobStatus] = {}
@@ -245,7 +245,7 @@ class Router:
             if self.missing:
                 reason = f"its state is not visible from here: {self.missing}"
             if executor in self.dispatchers:
-                seen |= self.dispatchers[executor].look(members)
+                seen |= self.dispatchers[executor].observe(members)
             else:
                 seen |= {a.ref: JobStatus("unknown", reason=reason) for a in members}
         return seen

@@ -144,7 +144,7 @@ class Dispatcher(Protocol):
         beside its attempt (``job.json``). Returns the errors of jobs that did not start.
         """
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> Mapping[AttemptRef, JobStatus]:
+    def observe(self, attempts: Sequence[OpenAttempt]) -> Mapping[AttemptRef, JobStatus]:
         """Observe these jobs with one query for all. Never raises if the scheduler does not answer:
         such jobs are ``unknown``."""
 

@@ -488,7 +488,7 @@ def end_jobs(
     while time.monotonic() < deadline:
         errors = CollectedErrors[str]()
         try:
-            _, observed = observer.look(stages)
+            _, observed = observer.observe(stages)
             for stage_id, attempt in observer.open.items():
                 if (seen := observed.attempts.get(stage_id)) is not None:
                     with errors.at(stage_id):

@@ -67,7 +67,7 @@ class Observer:
         self.open: dict[str, OpenAttempt] = {}
         self.statuses: dict[AttemptRef, JobStatus] = {}
 
-    def look(
+    def observe(
         self, stage_ids: Iterable[str], trouble: CollectedErrors[str] | None = None
     ) -> tuple[dict[str, StageRecord], Observation]:
         """Records of the stages that have one, and the state of their newest attempts.
@@ -93,7 +93,7 @@ class Observer:
         for executor in dict.fromkeys(a.attempt.executor for a in self.open.values()):
             attempts = [a for a in self.open.values() if a.attempt.executor == executor]
             with errors.at(*(a.ref.stage_id for a in attempts)):
-                self.statuses |= self.router.look(attempts)
+                self.statuses |= self.router.observe(attempts)
         seen: dict[str, AttemptStatus] = {}
         for stage_id, attempt in self.open.items():
             if attempt.ref not in self.statuses:
@@ -264,7 +264,7 @@ def observe_stages(plans: Sequence[Plan], workspace: Workspace) -> dict[str, Act
     observer = Observer(workspace, read_only_router(settings, workspace), settings)
     stages = {stage.id: stage for plan in plans for stage in plan.stages}
     there = set(workspace.stage_ids())
-    records, observed = observer.look(i for i in stages if i in there)
+    records, observed = observer.observe(i for i in stages if i in there)
     found: dict[str, ActionForecast] = {}
     for stage in stages.values():
         record, seen = records.get(stage.id), observed.attempts.get(stage.id)

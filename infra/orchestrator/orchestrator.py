@@ -370,7 +370,7 @@ class Orchestrator:
     def _look(self, due: Collection[Member], trouble: CollectedErrors[Member]) -> None:
         errors = CollectedErrors[str]()
         ids = list(dict.fromkeys(i for m in due for i in (*m.given, *m.stages)))
-        records, observed = self._observer.look(ids, errors)
+        records, observed = self._observer.observe(ids, errors)
         self._ready = observed.ready
         looked = set(ids).difference(errors)
         self._records = _but(self._records, looked) | records
@@ -415,7 +415,7 @@ class Orchestrator:
             short=self._space_waits.short(ours),
             checkpoints=frozenset(checkpoints),
             ready=self._ready,
-            gpus=self.router.gpus.room() if self._asks_for_gpus(sound) else None,
+            gpus=self.router.gpus.available() if self._asks_for_gpus(sound) else None,
         )
         now, began = self._clock(), self._ended_before
         pauses = not_before(self._records, began, self._ready_at, self._settings.backoff_s, now)

@@ -383,7 +383,7 @@ def services_of(workspace: Workspace, wanted: str | None = None) -> list[Service
 def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
     settings = _settings(workspace, workspace.layout.stage(service_id))
     observer = Observer(workspace, read_only_router(settings, workspace), settings)
-    records, observed = observer.look([service_id])
+    records, observed = observer.observe([service_id])
     record, seen = records.get(service_id), observed.attempts.get(service_id)
     identity = record.spec.identity if record is not None else {}
     model, engine = (str(identity.get(f"serve.{name}") or "") for name in ("model", "engine"))

@@ -187,11 +187,11 @@ class SlurmDispatcher:
 
     # ------------------------------------------------------------ observing
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
+    def observe(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """All jobs by one round of queries, or by the last round if it is recent enough."""
         copied = {a.ref: other for a in attempts if (other := self._original(a.ref))}
         wanted = {a.ref: self._wanted(a) for a in attempts if a.ref not in copied}
-        answers = self._view.look(list(wanted.values()))
+        answers = self._view.observe(list(wanted.values()))
         seen = {}
         for ref, other in copied.items():
             why = f"this workspace is a copy of {other}, where its job works; here it starts anew"
@@ -258,7 +258,7 @@ class SlurmDispatcher:
         job_id = self._id_of(attempt)
         if job_id is None:
             return False
-        self._view.look([self._wanted(attempt)])
+        self._view.observe([self._wanted(attempt)])
         found = self._view.known(job_id)
         if found is None or not found.rule.running:
             return False
@@ -297,7 +297,7 @@ class SlurmDispatcher:
         if noted.get("job_id") is not None:
             return str(noted["job_id"])
         wanted = self._wanted(attempt)
-        answer = self._view.look([wanted])[wanted.key]
+        answer = self._view.observe([wanted])[wanted.key]
         return answer.job_id if isinstance(answer, JobFacts) else None
 
     def _adopt_job(self, attempt: OpenAttempt, job_id: str) -> None:

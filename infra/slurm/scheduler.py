@@ -283,7 +283,7 @@ class SchedulerView:
         if job_id in self._live:
             self._live[job_id] = replace(self._live[job_id], reason="released")
 
-    def look(self, wanted: Sequence[JobQuery]) -> dict[Hashable, Answer]:
+    def observe(self, wanted: Sequence[JobQuery]) -> dict[Hashable, Answer]:
         """Answers by :attr:`JobQuery.key`; queries the scheduler if it is time to."""
         if wanted and self._clock() >= self._next_at:
             self._ask(wanted)

@@ -265,7 +265,7 @@ class LeaseWatch:
         self._signs: dict[str, tuple[int, float]] = {}  # a counter, and since when it is unchanged
         self._idle_since = clock()
 
-    def look(self) -> list[str]:
+    def observe(self) -> list[str]:
         """Names of the holders of valid leases, in order; void leases are removed."""
         now, valid = self._clock(), []
         for holder in _names(self._workspace, self._service_id):

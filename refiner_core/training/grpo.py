@@ -398,7 +398,7 @@ class _GrpoRun:
         monitor, attachments = self.monitor, partial(self._in_flight, step, judged=False)
         try:
             if monitor is not None and monitor.due(step):
-                metrics.update(monitor.look(step))
+                metrics.update(monitor.observe(step))
                 self.io.keep_checkpoints(monitor.kept)
                 self.checkpoints.also = monitor.state["best"]
         except (JudgeOutage, Interrupted) as error:

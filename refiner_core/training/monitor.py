@@ -158,7 +158,7 @@ class GoldMonitor:
         )
         return {"steps": state["best"], "monitor": told, "remark": remark}
 
-    def look(self, step: int) -> dict[str, float]:
+    def observe(self, step: int) -> dict[str, float]:
         """Look at the weights after ``step``; all ranks together. Returns metrics.
 
         Raises

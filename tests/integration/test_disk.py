@@ -38,14 +38,14 @@ def save(store: CheckpointStore, step: int, mib: int) -> None:
 
 
 def test_the_room_is_the_quota_s_and_not_the_disk_s(quota: QuotaFolder) -> None:
-    room = Prober(quota.folder, DiskConfig()).look()
+    room = Prober(quota.folder, DiskConfig()).observe()
     assert room.limit_bytes == 64 * MIB
     assert room.knows_quota
     assert room.source.startswith("btrfs qgroup")
-    assert Prober(quota.folder, DiskConfig(probe="statvfs")).look().free_bytes > 200 * MIB
+    assert Prober(quota.folder, DiskConfig(probe="statvfs")).observe().free_bytes > 200 * MIB
     (quota.folder / "file").write_bytes(os.urandom(16 * MIB))
     os.sync()
-    assert 46 * MIB < Prober(quota.folder, DiskConfig()).look().free_bytes < 49 * MIB
+    assert 46 * MIB < Prober(quota.folder, DiskConfig()).observe().free_bytes < 49 * MIB
 
 
 def test_a_quota_is_seen_without_root() -> None:
@@ -56,7 +56,7 @@ def test_a_quota_is_seen_without_root() -> None:
         "from refiner_core.contract.config import DiskConfig\n"
         "prober = Prober(Path(sys.argv[1]), DiskConfig())\n"  # a section's first use imports
         "os.setuid(65534)\n"
-        "print(prober.look().limit_bytes)\n"
+        "print(prober.observe().limit_bytes)\n"
     )
     with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to others
         Path(root).chmod(0o755)
@@ -77,7 +77,7 @@ def test_a_reclaim_frees_space_on_a_quota(quota: QuotaFolder) -> None:
     assert disk_manager.shortage(disk_manager.need_of(stage.id), ref) == 0
     filler = quota.folder / "filler"
     fill(filler, leave=4 * MIB)
-    assert disk_manager.room(fresh=True).free_bytes < 8 * MIB
+    assert disk_manager.available(fresh=True).free_bytes < 8 * MIB
     assert disk_manager.shortage(12 * MIB, ref) > 0
     with disk_manager.reserve(ref, 12 * MIB):  # the checkpoint of step 50 goes for it
         save(store, 150, 12)
@@ -111,7 +111,7 @@ def test_a_quota_that_no_tool_shows_is_found_by_writing(quota: QuotaFolder) -> N
     disk_manager = DiskManager(workspace, DiskConfig(probe="statvfs", reclaim=False))
     assert disk_manager.shortage(MIB) == 0
     fill(quota.folder / "filler")
-    assert disk_manager.room(fresh=True).free_bytes > 100 * MIB
+    assert disk_manager.available(fresh=True).free_bytes > 100 * MIB
     assert disk_manager.free_space(MIB) is None
 
 
@@ -127,11 +127,11 @@ def test_a_disk_without_inodes_is_short_though_bytes_are_free(tmp_path: Path) ->
                     (target / str(index)).touch()
         disk_manager = DiskManager(workspace, QUICK)
         assert disk_manager.shortage(MIB, ref) == 0
-        room = disk_manager.room(fresh=True)
+        room = disk_manager.available(fresh=True)
         assert room.free_inodes is not None
         for index in range(room.free_inodes - 8):
             (folder / f"filler-{index}").touch()
-        assert disk_manager.room(fresh=True).free_bytes > 60 * MIB
+        assert disk_manager.available(fresh=True).free_bytes > 60 * MIB
         assert disk_manager.shortage(MIB, ref) > 0
         assert disk_manager.lacking(MIB, ref) == "8 more files and folders (inodes)"
         assert "8 more files and folders (inodes)" in disk_manager.status_line()

@@ -93,7 +93,7 @@ class Going:
 
     @property
     def status(self) -> tuple[str, str]:
-        found = RunWatcher(self.workspace, self.run).look().stages[0]
+        found = RunWatcher(self.workspace, self.run).observe().stages[0]
         return found.state, found.reason
 
     def until_it_waits(self, number: int) -> None:

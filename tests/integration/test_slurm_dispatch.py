@@ -54,7 +54,7 @@ def test_a_job_runs_and_its_end_is_classified(limited: object, campaign: Campaig
     good, bad = campaign.claim(1), campaign.claim(2)
     campaign.behave({bad.stage_id: {"exit_code": 2}})
     campaign.submit(good, bad)
-    assert campaign.look(good, bad)[good.ref].liveness == "live"
+    assert campaign.observe(good, bad)[good.ref].liveness == "live"
     told = campaign.wait_dead(good)
     assert (told.state, told.node[0]) == ("COMPLETED", "n")
     assert told.facts["exit_code"] == "0:0"
@@ -198,7 +198,7 @@ def test_a_crash_after_sbatch_loses_and_doubles_nothing(
         pickle = campaign.workspace.root / batch["folder"] / f"{job_id}_submitted.pkl"
         pickle.rename(pickle.with_name(f"unplaced-{job_id}.pkl"))
     campaign.dispatcher = campaign.another_dispatcher()
-    assert {s.liveness for s in campaign.look(*requests).values()} == {"live"}
+    assert {s.liveness for s in campaign.observe(*requests).values()} == {"live"}
     assert [campaign.job_id(r) for r in requests] == ids
     for request in requests:
         assert campaign.wait_dead(request).state == "COMPLETED"

@@ -47,7 +47,7 @@ class SimDisk:
         """Bytes that still fit."""
         return max(0, self.limit - self.used())
 
-    def look(self) -> FreeSpace:
+    def observe(self) -> FreeSpace:
         """What a quota tool prints: see :class:`infra.disk.probe.Prober`."""
         return FreeSpace(self.free(), self.used(), self.limit, source="simulated", knows_quota=True)
 

@@ -40,15 +40,15 @@ def _run_the_old_attempt_again() -> Iterable[Patch]:
 
 
 def _unknown_is_dead() -> Iterable[Patch]:
-    def look(self: SimSlurm, attempts: Any) -> Any:
+    def observe(self: SimSlurm, attempts: Any) -> Any:
         seen = real(self, attempts)
         return {
             r: replace(s, liveness="dead") if s.liveness == "unknown" else s
             for r, s in seen.items()
         }
 
-    real = SimSlurm.look
-    yield SimSlurm, "look", look
+    real = SimSlurm.observe
+    yield SimSlurm, "observe", observe
 
 
 def _pending_is_hung() -> Iterable[Patch]:

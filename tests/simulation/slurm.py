@@ -326,7 +326,7 @@ class SimSlurm:
         path = self.workspace.layout.attempt(*ref).job
         atomic.write_json(path, {"job_id": job.id, "comment": comment})
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
+    def observe(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """What one query says of them all."""
         world = self.cluster.world
         world.point("squeue")

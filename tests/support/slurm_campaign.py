@@ -86,13 +86,13 @@ class Campaign:
         paths = self.workspace.layout.attempt(*request.ref)
         return OpenAttempt(request.ref, attempt, self.workspace.read_control(paths.started))
 
-    def look(self, *requests: JobRequest) -> dict[AttemptRef, JobStatus]:
+    def observe(self, *requests: JobRequest) -> dict[AttemptRef, JobStatus]:
         """One look."""
-        return self.dispatcher.look([self.open(r) for r in requests])
+        return self.dispatcher.observe([self.open(r) for r in requests])
 
     def status(self, request: JobRequest) -> JobStatus:
         """One job now."""
-        return self.look(request)[request.ref]
+        return self.observe(request)[request.ref]
 
     def wait(
         self, request: JobRequest, there: Callable[[JobStatus], bool], timeout_s: float = 240

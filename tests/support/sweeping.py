@@ -93,7 +93,7 @@ class Jobs:
         self.most = max(self.most, len(self._live))
         return {}
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
+    def observe(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         """Each does one thing."""
         return {a.ref: self._play(a.ref) for a in attempts}
 

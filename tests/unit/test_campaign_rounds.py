@@ -57,7 +57,7 @@ class Cluster:
     def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
         return {}
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
+    def observe(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         return {a.ref: self.liveness for a in attempts}
 
     def stop(self, attempt: OpenAttempt) -> bool:
@@ -459,10 +459,10 @@ def test_status_shows_an_outage(workspace: Workspace) -> None:
     watcher = RunWatcher(workspace, campaign.source.shown[0].run, ask=False)
     with unlistable("attempts", 10**9):
         campaign.step()
-    status = watcher.look()
+    status = watcher.observe()
     assert "Stale file handle" in status.outage
     assert any(status.outage in line for line in closing_lines(status, workspace))
-    until(lambda: not campaign.step() and not watcher.look().outage)
+    until(lambda: not campaign.step() and not watcher.observe().outage)
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, 3600.0])

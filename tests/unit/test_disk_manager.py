@@ -103,7 +103,7 @@ def test_the_oldest_judgements_are_reclaimed_as_a_last_resort(workspace: Workspa
         (path,) = folder.glob(f"{name}-*")
         changed = time.time() - age_s
         os.utime(path, (changed, changed))
-    wanted = plan_reclaim(DiskManager(workspace, DiskConfig()).stock(), 5 * KIB)
+    wanted = plan_reclaim(DiskManager(workspace, DiskConfig()).inventory(), 5 * KIB)
     assert [c.path.name[0] for c in wanted] == ["b", "c"]
     assert len(carry_out(workspace, wanted).items) == 2
     assert [p.name[0] for p in folder.iterdir()] == ["a"]
@@ -187,7 +187,7 @@ def test_shortage_counts_margin_and_what_others_reserved(workspace: Workspace) -
     tight = space_for(workspace, 8 * MIB, margin_gb=3 * MIB / GIB)
     assert tight.shortage(7 * MIB) > 0
     whole = space_for(workspace, 8 * MIB, margin_gb=0.0)
-    free = whole.room().free_bytes
+    free = whole.available().free_bytes
     assert (whole.shortage(free), whole.shortage(free + 1)) == (0, 1)
 
 
@@ -541,15 +541,15 @@ def test_the_watch_reports_each_crossing_once_and_reclaims_first(workspace: Work
     disk_manager = space_for(workspace, 8 * MIB, warn_share=0.9)
     events: list[DiskEvent] = []
     watch = DiskWatch(disk_manager, lambda: 2 * MIB, events.append)
-    watch.look()
+    watch.observe()
     assert events == []
     filler.write_bytes(os.urandom(15 * MIB // 2))
     for _ in range(3):
-        watch.look()
+        watch.observe()
     assert [e.kind for e in events] == ["warn", "short"]
     filler.unlink()
-    watch.look()
-    watch.look()
+    watch.observe()
+    watch.observe()
     assert [e.kind for e in events] == ["warn", "short", "room"]
 
     stage = claim(workspace, small_plan("data"), "data")

@@ -106,7 +106,7 @@ def look(tools: Tools, kind: str, tmp_path: Path, source: str = "", **config: ob
     mount = Mount(Path("/scratch"), kind, source)
     return Prober(
         tmp_path, settings, run=tools, mount=mount, measure=lambda: DiskSize(700, 7)
-    ).look()
+    ).observe()
 
 
 def test_lustre_is_asked_on_lustre_and_the_tightest_wins(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_failing_tool_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureF
     assert not caplog.records, "a tool that was not asked for is not missed"
     tools = Tools(lfs="lfs quota: cannot open /scratch")
     prober = Prober(tmp_path, DiskConfig(), run=tools, mount=Mount(Path("/"), "lustre", ""))
-    assert all(prober.look().free_bytes is not None for _ in range(2))
+    assert all(prober.observe().free_bytes is not None for _ in range(2))
     said = [r.getMessage() for r in caplog.records if "cannot open /scratch" in r.getMessage()]
     assert len(said) == len(set(said)) > 0
 
@@ -142,7 +142,7 @@ def test_a_failing_tool_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureF
         raise OSError("refused")
 
     prober = Prober(tmp_path, DiskConfig(), run=only_user, mount=Mount(Path("/"), "lustre", ""))
-    assert prober.look().free_bytes == (8912896 - 8388608) * KIB
+    assert prober.observe().free_bytes == (8912896 - 8388608) * KIB
 
 
 def test_a_command_probe_reads_what_the_site_says(tmp_path: Path) -> None:

@@ -169,9 +169,9 @@ class SoundJobs(Jobs):
         with self.reads.sound():
             return super().submit(requests)
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
+    def observe(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         with self.reads.sound():
-            return super().look(attempts)
+            return super().observe(attempts)
 
 
 SWEEP = small_sweep("data", "sft", "grpo", seeds=(1,))
@@ -236,7 +236,7 @@ def test_a_lease_is_not_void_because_it_could_not_be_read(tmp_path: Path) -> Non
     plan = small_plan("data")
     holder = attempt_holder(claim(workspace, plan, "data").id, 1)
     Lease(workspace.layout.service("serve-1"), holder).renew()
-    each_may_fail_once(tmp_path, LeaseWatch(workspace, "serve-1").look, [holder])
+    each_may_fail_once(tmp_path, LeaseWatch(workspace, "serve-1").observe, [holder])
 
 
 def test_a_follower_gets_every_event_whichever_read_fails(tmp_path: Path) -> None:
@@ -245,12 +245,12 @@ def test_a_follower_gets_every_event_whichever_read_fails(tmp_path: Path) -> Non
     log.parent.mkdir()
     log.write_text('{"event": "short"}\n{"event": "room"}\n')
 
-    def look() -> Any:
+    def observe() -> Any:
         follower = Follower(workspace, "r", {})
-        follower.look()
+        follower.observe()
         return [event["event"] for event in follower.new_events()]
 
-    each_may_fail_once(tmp_path, look, ["short", "room"])
+    each_may_fail_once(tmp_path, observe, ["short", "room"])
 
 
 def test_the_watch_of_the_disk_survives_failing_reads(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.sections.steering import NotifyChannel, alarms_of
 from tests.bench.many_runs import write_runs
 from tests.support.nightly import NightLab
+from tests.support.recorded_run import RecordedRun
 
 
 @pytest.mark.parametrize(("former", "now"), list(API_NAMES.items()))
@@ -106,3 +107,10 @@ def test_a_field_of_the_doctor_s_findings() -> None:
         assert finding.mend == "install it"
     (shown,) = findings_json([finding])["findings"]
     assert shown["mend"] == shown["fix"] == "install it"
+
+
+def test_watchers_still_have_look(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs")
+    watcher = api.watch_run(run.run.run, tmp_path / "runs")
+    with pytest.warns(DeprecationWarning, match=r"observe\(\)"):
+        assert watcher.look().run == run.run.run

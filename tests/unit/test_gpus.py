@@ -69,13 +69,13 @@ def test_a_killed_process_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> No
     pool = GpuPool()
     process = holder()
     assert said(process)[0] == "True"
-    room = pool.room()
+    room = pool.available()
     assert (room.total, room.free) == (2, 0)
     assert "used by grpo-1 of " in room.users
     assert not pool.share({"sft-1": 1})
     process.send_signal(signal.SIGKILL)
     end(process)
-    assert pool.room().free == 2
+    assert pool.available().free == 2
     assert pool.share({"sft-1": 1})
     pool.release("sft-1")
 
@@ -93,9 +93,9 @@ def test_a_job_keeps_its_gpus_when_its_orchestrator_is_gone(
         pass_fds=pool.descriptors("grpo-1"),
     )
     pool.release("grpo-1")
-    assert GpuPool().room().free == 0
+    assert GpuPool().available().free == 0
     end(job)
-    assert GpuPool().room().free == 2
+    assert GpuPool().available().free == 2
 
 
 def test_all_or_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_all_or_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not pool.share({"serve-1": 2, "grpo-1": 2})
     assert pool.names("serve-1") == ()
     assert pool.share({"serve-1": 1, "grpo-1": 2})
-    assert pool.room().free == 3  # its own to give
+    assert pool.available().free == 3  # its own to give
     assert pool.share({"grpo-1": 2})  # and what is no longer wanted is given up
     assert len(set(leases()) & {g.uuid for g in gpus_here()}) == 2
     pool.release("grpo-1")
@@ -156,7 +156,7 @@ def test_a_hostile_label_is_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     (gpu,) = gpus_here()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as label:
         label.bind(f"\0refiner-gpu/{gpu.uuid}=\x1b[2Jnobody".encode())
-        assert GpuPool().room().free == 1
+        assert GpuPool().available().free == 1
         pool = GpuPool()
         assert pool.share({"grpo-1": 1})
         assert "\x1b" not in "".join(leases().values())
@@ -260,7 +260,7 @@ def end_of(tmp_path: Path, gpus: int = 0, code: int = 0) -> tuple[str, JobStatus
     while time.monotonic() < deadline:
         attempt = workspace.read_attempt(stage.id, 1)
         assert attempt is not None
-        seen = local.look([OpenAttempt(request.ref, replace(attempt, owner="x:1:1.00"))])
+        seen = local.observe([OpenAttempt(request.ref, replace(attempt, owner="x:1:1.00"))])
         if seen[request.ref].liveness == "dead":
             return workspace.layout.attempt(stage.id, 1).printed.read_text(), seen[request.ref]
         time.sleep(0.02)

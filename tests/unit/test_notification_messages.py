@@ -56,7 +56,7 @@ def test_a_message_is_short_and_has_no_credentials() -> None:
 
 def told(pauses: Pauses, *statuses: StageState, every_s: float = 10.0) -> list[float]:
     times = [number_ * every_s for number_ in range(len(statuses))]
-    return [t for t, s in zip(times, statuses, strict=True) if pauses.look({"grpo": s}, t)]
+    return [t for t, s in zip(times, statuses, strict=True) if pauses.observe({"grpo": s}, t)]
 
 
 OUT, TRIES = StageState("judge_outage", "pauses after judge outage, 30 s more"), StageState()

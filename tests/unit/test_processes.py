@@ -100,7 +100,7 @@ def test_a_local_job_belongs_to_its_host(sleeper: subprocess.Popen[bytes], tmp_p
         return OpenAttempt(ref, attempt, started)
 
     def statuses() -> list[str]:
-        return [dispatcher.look([job(p)])[ref].liveness for p in (here, elsewhere, None)]
+        return [dispatcher.observe([job(p)])[ref].liveness for p in (here, elsewhere, None)]
 
     assert statuses() == ["live", "unknown", "unknown"]
     assert dispatcher.kill(job(elsewhere)), "only its fence stops it"

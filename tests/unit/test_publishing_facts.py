@@ -359,7 +359,7 @@ def test_an_evaluation_counts_too_and_one_answer_is_enough(tmp_path: Path) -> No
 
 def test_terminal_and_report_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path, **NOTHING)
-    rows = {row.name: row for row in RunWatcher(run.workspace, run.run, ask=False).look().stages}
+    rows = {row.name: row for row in RunWatcher(run.workspace, run.run, ask=False).observe().stages}
     assert (rows["grpo"].state, rows["sft"].reason) == ("done", "")
     assert rows["grpo"].reason.startswith(f"warning: {SAID}")
     for command in ("status", "report"):

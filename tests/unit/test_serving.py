@@ -246,10 +246,10 @@ def test_a_server_is_needed_while_a_holder_moves_its_counter(workspace: Workspac
     for _ in range(100):  # far longer than a lease that stands still is good for
         clock.now += RENEW_S
         lease.renew()
-        assert watch.look() == [f"{stage.id}-0001"]
+        assert watch.observe() == [f"{stage.id}-0001"]
         assert watch.idle_s == 0
     clock.now += LOST_AFTER_S + 1
-    assert watch.look() == [], "its holder was killed together with all who could have said so"
+    assert watch.observe() == [], "its holder was killed together with all who could have said so"
     clock.now += 7
     assert watch.idle_s > 7
 
@@ -283,16 +283,16 @@ def test_a_damaged_lease_counts_until_it_is_lost(workspace: Workspace, text: str
     folder.mkdir(parents=True)
     (folder / "hand-node7-4711.json").write_text(text)
     watch = LeaseWatch(workspace, "serve-1", clock)
-    assert watch.look() == ["hand-node7-4711"]
+    assert watch.observe() == ["hand-node7-4711"]
     Lease(workspace.layout.service("serve-1"), "hand-node7-4711", clock).renew()
     clock.now += LOST_AFTER_S
-    assert watch.look() == ["hand-node7-4711"], "it is renewed after all"
+    assert watch.observe() == ["hand-node7-4711"], "it is renewed after all"
     (folder / "hand-node7-4711.json").write_text(text)
-    assert watch.look() == ["hand-node7-4711"]
+    assert watch.observe() == ["hand-node7-4711"]
     clock.now += 180.0
-    assert watch.look() == ["hand-node7-4711"], "not one moment before"
+    assert watch.observe() == ["hand-node7-4711"], "not one moment before"
     clock.now += 0.5
-    assert watch.look() == []
+    assert watch.observe() == []
     assert list(folder.iterdir()) == []
 
 
@@ -304,13 +304,13 @@ def test_only_leases_of_open_attempts_and_live_calls_count(workspace: Workspace)
     leases = CallLeases(workspace, "20260101-000000-gone")
     leases.keep(["serve-1"])
     assert holders(workspace, "serve-1") == [holder]
-    assert LeaseWatch(workspace, "serve-1").look() == [holder]
+    assert LeaseWatch(workspace, "serve-1").observe() == [holder]
     assert held_by_others(workspace, "serve-1", {stage.id, "my-run"}) == ""
     assert held_by_others(workspace, "serve-1", {"my-run"}) == holder
     leases.keep([])
     workspace.close_attempt(stage.id, 1, AttemptOutcome("killed", "resume"))
     assert holders(workspace, "serve-1") == []
-    assert LeaseWatch(workspace, "serve-1").look() == []
+    assert LeaseWatch(workspace, "serve-1").observe() == []
     assert [*service.glob("leases/[!.]*.json")] == []
 
 

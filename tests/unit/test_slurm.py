@@ -83,9 +83,9 @@ class World:
             self.scheduler, poll_s, patience=(3, 15.0), clock=lambda: self.now
         )
 
-    def look(self, *wanted: JobQuery, after_s: float = 10.0) -> list[Answer]:
+    def observe(self, *wanted: JobQuery, after_s: float = 10.0) -> list[Answer]:
         self.now += after_s
-        answers = self.view.look(wanted)
+        answers = self.view.observe(wanted)
         return [answers[w.key] for w in wanted]
 
 
@@ -106,18 +106,18 @@ def test_a_thousand_jobs_cost_one_query_per_poll(world: World) -> None:
     wanted = [job(str(n)) for n in range(1000)]
     world.scheduler.live = {str(n): {"state": "RUNNING"} for n in range(1000)}
     for _ in range(100):  # half a second apart: five polls
-        answers = world.look(*wanted, after_s=0.5)
+        answers = world.observe(*wanted, after_s=0.5)
     assert {state(a) for a in answers} == {"RUNNING"}
     assert world.scheduler.asked == ["queue"] * 5
 
 
 def test_a_job_just_submitted_is_live_until_the_next_answer(world: World) -> None:
     world.scheduler.live = {"1": {"state": "RUNNING"}}
-    world.look(job("1"))
+    world.observe(job("1"))
     world.view.submitted("2", "name-2")
-    assert state(world.look(job("2"), after_s=0.1)[0]) == "PENDING"
+    assert state(world.observe(job("2"), after_s=0.1)[0]) == "PENDING"
     world.scheduler.live["2"] = {"state": "RUNNING"}
-    assert state(world.look(job("2"))[0]) == "RUNNING"
+    assert state(world.observe(job("2"))[0]) == "RUNNING"
 
 
 def test_an_ended_job_is_asked_for_once(world: World) -> None:
@@ -126,63 +126,63 @@ def test_an_ended_job_is_asked_for_once(world: World) -> None:
         {"id": "1", "state": "FAILED", "name": "name-1"},
         {"id": "1.0", "state": "OUT_OF_MEMORY", "name": "env"},
     ]
-    (answer,) = world.look(job("1"))
+    (answer,) = world.observe(job("1"))
     assert (answer.exit_code, answer.out_of_memory) == (3, True)
-    world.look(job("1"))
-    world.look(job("1"))
+    world.observe(job("1"))
+    world.observe(job("1"))
     assert world.scheduler.asked == ["queue", "shown", "accounts", "queue", "queue"]
 
 
 def test_a_job_requeued_by_hand_is_live_again(world: World) -> None:
     world.scheduler.remembered = {"1": {"state": "FAILED"}}
-    assert state(world.look(job("1"))[0]) == "FAILED"
+    assert state(world.observe(job("1"))[0]) == "FAILED"
     world.scheduler.live = {"1": {"state": "PENDING"}}
-    assert state(world.look(job("1"))[0]) == "PENDING"
+    assert state(world.observe(job("1"))[0]) == "PENDING"
     world.scheduler.live, world.scheduler.remembered = {}, {"1": {"state": "COMPLETED"}}
-    assert state(world.look(job("1"))[0]) == "COMPLETED"
+    assert state(world.observe(job("1"))[0]) == "COMPLETED"
 
 
 def test_an_unknown_job_is_lost_after_several_answers(world: World) -> None:
-    assert [state(world.look(job("1"))[0]) for _ in range(3)] == ["unknown", "unknown", "lost"]
+    assert [state(world.observe(job("1"))[0]) for _ in range(3)] == ["unknown", "unknown", "lost"]
 
 
 def test_answers_in_quick_succession_do_not_make_it_lost() -> None:
     world = World(poll_s=1.0)
-    assert {state(world.look(job("1"), after_s=1.0)[0]) for _ in range(15)} == {"unknown"}
-    assert state(world.look(job("1"), after_s=1.0)[0]) == "lost"
+    assert {state(world.observe(job("1"), after_s=1.0)[0]) for _ in range(15)} == {"unknown"}
+    assert state(world.observe(job("1"), after_s=1.0)[0]) == "lost"
 
 
 def test_late_accounting_of_a_lost_job_is_ignored(world: World) -> None:
     world.scheduler.recorded = [{"id": "1", "state": "RUNNING", "name": "name-1"}]
-    assert state(world.look(job("1"))[0]) == "unknown"
+    assert state(world.observe(job("1"))[0]) == "unknown"
     world.scheduler.recorded = [{"id": "1", "state": "TIMEOUT", "name": "name-1"}]
-    assert state(world.look(job("1"))[0]) == "TIMEOUT"
+    assert state(world.observe(job("1"))[0]) == "TIMEOUT"
 
 
 def test_the_controllers_memory_replaces_accounting(world: World) -> None:
     world.scheduler.accounting = False
     world.scheduler.remembered = {"1": {"state": "NODE_FAIL"}}
-    assert state(world.look(job("1"))[0]) == "NODE_FAIL"
-    world.look(job("1"), job("2"))
-    world.look(job("1"), job("2"))
+    assert state(world.observe(job("1"))[0]) == "NODE_FAIL"
+    world.observe(job("1"), job("2"))
+    world.observe(job("1"), job("2"))
     assert world.scheduler.asked.count("accounts") == 1  # it is off, and not asked every time
 
 
 def test_an_absent_scheduler_is_polled_less(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.scheduler.live = {"1": {"state": "RUNNING"}}
     world.scheduler.remembered = {"2": {"state": "COMPLETED"}}
-    world.look(job("1"), job("2"))
+    world.observe(job("1"), job("2"))
     world.scheduler.away, world.scheduler.live = True, {}
     world.scheduler.asked.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(600):
-            one, two = world.look(job("1"), job("2"), after_s=1.0)
+            one, two = world.observe(job("1"), job("2"), after_s=1.0)
             if world.scheduler.asked:
                 assert (state(one), state(two)) == ("unknown", "COMPLETED")
     assert len(caplog.records) == 1
     assert len(world.scheduler.asked) <= 4 + 600 / LONGEST_PAUSE_S
     world.scheduler.away, world.scheduler.live = False, {"1": {"state": "RUNNING"}}
-    assert state(world.look(job("1"), after_s=LONGEST_PAUSE_S)[0]) == "RUNNING"
+    assert state(world.observe(job("1"), after_s=LONGEST_PAUSE_S)[0]) == "RUNNING"
 
 
 def test_a_job_without_id_is_found_by_its_name(world: World) -> None:
@@ -191,7 +191,7 @@ def test_a_job_without_id_is_found_by_its_name(world: World) -> None:
         "8_0": {"state": "PENDING", "name": "refiner-array"},
         "8_1": {"state": "RUNNING", "name": "refiner-array"},
     }
-    one, task = world.look(job(None, "refiner-x"), job(None, "refiner-array", 1))
+    one, task = world.observe(job(None, "refiner-x"), job(None, "refiner-array", 1))
     assert (one.job_id, task.job_id) == ("7", "8_1")
 
 
@@ -203,7 +203,7 @@ def test_an_ended_job_is_found_by_its_name(world: World, accounting: bool) -> No
         world.scheduler.recorded = [{"id": "7", **row}]
     else:
         world.scheduler.remembered = {"7": row}
-    (answer,) = world.look(job(None, "refiner-x"))
+    (answer,) = world.observe(job(None, "refiner-x"))
     assert (answer.job_id, answer.state) == ("7", "COMPLETED")
 
 

@@ -301,6 +301,6 @@ def test_a_released_job_is_not_held_meanwhile(fake: FakeSlurm, campaign: Campaig
     fake.set_jobs({"101": held})
     slow = campaign.another_dispatcher(poll_s=60.0)
     open_ = campaign.open(request)
-    assert slow.look([open_])[request.ref].held
+    assert slow.observe([open_])[request.ref].held
     slow.release(open_)
-    assert not slow.look([open_])[request.ref].held
+    assert not slow.observe([open_])[request.ref].held

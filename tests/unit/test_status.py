@@ -47,7 +47,7 @@ def run(workspace: Workspace) -> RunRecord:
 
 
 def look(workspace: Workspace, run: RunRecord) -> RunStatus:
-    return RunWatcher(workspace, run).look()
+    return RunWatcher(workspace, run).observe()
 
 
 def stage(status: RunStatus, name: str) -> StageStatus:
@@ -85,7 +85,7 @@ class Silent:
 
     executor = "slurm"
 
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
+    def observe(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobStatus]:
         time.sleep(30)
         return {}
 
@@ -95,7 +95,7 @@ def test_a_silent_scheduler_delays_no_status() -> None:
     ref = AttemptRef("grpo-1", 1)
     slow = Router({"slurm": Silent()}, lambda _: "slurm")
     router = BackgroundRouter(slow, 0.1)
-    assert router.look([OpenAttempt(ref, attempt)])[ref].liveness == "unknown"
+    assert router.observe([OpenAttempt(ref, attempt)])[ref].liveness == "unknown"
     assert "0.1 s" in router.late
 
 

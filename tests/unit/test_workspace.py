@@ -477,7 +477,7 @@ def test_an_older_run_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         older.train("sft")
         older.train("grpo")
     workspace = Workspace.read_only(tmp_path / "runs")
-    rows = {s.name: s for s in RunWatcher(workspace, older.run, ask=False).look().stages}
+    rows = {s.name: s for s in RunWatcher(workspace, older.run, ask=False).observe().stages}
     assert (rows["grpo"].state, rows["evaluate-grpo"].state) == ("done", "waiting")
     assert workspace.read_record(older.stage("grpo").id) is not None
     with pytest.raises(ConfigurationError, match=r"this version of refiner differs in .*grpo \(a"):

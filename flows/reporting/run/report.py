@@ -196,7 +196,8 @@ def disk_of_run(reading: RunReading) -> Row:
     events = (e for e in reading.events if e.get("event") == "reclaimed")
     reclaimed = sum(int(e.get("bytes") or 0) for e in events)
     space = reading.tried(
-        "The free disk space", lambda: DiskManager(reading.workspace, reading.config.disk).room()
+        "The free disk space",
+        lambda: DiskManager(reading.workspace, reading.config.disk).available(),
     )
     left = {} if space is None else picked(space, "free_bytes", "limit_bytes", "source")
     return {**NO_DISK, "used": used, **left, "reclaimed_bytes": reclaimed}

@@ -145,7 +145,7 @@ def look(reading: RunReading) -> RunStatus | None:
     readable = {n: i for n, i in reading.run.stages.items() if n not in reading.unreadable}
     run = replace(reading.run, stages=readable)
     return reading.tried(
-        "The state of the run", lambda: RunWatcher(reading.workspace, run, ask=False).look()
+        "The state of the run", lambda: RunWatcher(reading.workspace, run, ask=False).observe()
     )
 
 
