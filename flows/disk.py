@@ -43,7 +43,7 @@ def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConf
     return apply_overrides(replace(RecipeConfig(), disk=config), overrides).disk
 
 
-class _DiskReport(NamedTuple):
+class DiskReport(NamedTuple):
     """Use of a workspace by run and kind, and the content of ``refiner disk --json``."""
 
     rows: list[UsageRow]
@@ -52,7 +52,7 @@ class _DiskReport(NamedTuple):
 
 def disk_report(
     workspace: str | Path = RecipeConfig.workspace, overrides: Sequence[str] = ()
-) -> _DiskReport:
+) -> DiskReport:
     """Use of a workspace by run and kind, free space, and what may be deleted.
 
     Parameters
@@ -64,7 +64,7 @@ def disk_report(
 
     Returns
     -------
-    _DiskReport
+    DiskReport
         ``rows``, and ``json`` with the complete report.
 
     Raises
@@ -118,7 +118,7 @@ def disk_report(
         "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
         "caches": [{"path": str(i.path), "bytes": i.size.bytes} for i in caches],
     }
-    return _DiskReport(rows, value)
+    return DiskReport(rows, value)
 
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:

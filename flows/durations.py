@@ -476,7 +476,7 @@ def judge_use(config: RecipeConfig) -> tuple[float, float, float]:
 
 
 @dataclass(frozen=True)
-class _MonitorCost:
+class MonitorCost:
     """Judge calls of GRPO's monitor: ``share`` is that of the training's own, None if these are
     none."""
 
@@ -493,7 +493,7 @@ class _MonitorCost:
         return f"monitor: {self.looks} looks at {self.prompts} prompts, {calls}"
 
 
-def monitor_cost(config: RecipeConfig) -> _MonitorCost | None:
+def monitor_cost(config: RecipeConfig) -> MonitorCost | None:
     """The cost of a recipe's monitor; None without one."""
     if not monitors(config):
         return None
@@ -503,7 +503,7 @@ def monitor_cost(config: RecipeConfig) -> _MonitorCost | None:
     rollouts = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
     served = config.judge.kind != "lexical"
     own = grpo.num_training_steps * rollouts * judge_use(config)[0] if served else 0.0
-    return _MonitorCost(looks, prompts, round(calls), calls / own if own else None)
+    return MonitorCost(looks, prompts, round(calls), calls / own if own else None)
 
 
 def _calls_for_total(config: RecipeConfig) -> float:

@@ -162,7 +162,7 @@ class ServerInfo:
 
 
 @dataclass(frozen=True)
-class _ServerStatus:
+class ServerStatus:
     """Status shown by ``refiner server``; ``starting``: alive, but not answering yet."""
 
     state: Literal["running", "starting", "stopped", "yours"]
@@ -219,7 +219,7 @@ def ensure_server(wait_s: float = 60.0, *, env: Mapping[str, str] | None = None)
     )
 
 
-def server_status(*, env: Mapping[str, str] | None = None) -> _ServerStatus:
+def server_status(*, env: Mapping[str, str] | None = None) -> ServerStatus:
     """State and address of the local Prefect server, and the places of its key and log. Starts
     nothing.
 
@@ -237,11 +237,11 @@ def server_status(*, env: Mapping[str, str] | None = None) -> _ServerStatus:
     files = _Files(state_dir(env))
     where = (str(files.folder), str(files.log))
     if theirs := _users_server(env):
-        return _ServerStatus("yours", theirs, *where)
+        return ServerStatus("yours", theirs, *where)
     if info := _running(files):
-        return _ServerStatus("running", info, *where)
+        return ServerStatus("running", info, *where)
     process = _recorded(files)
-    return _ServerStatus("starting" if process and process.alive else "stopped", None, *where)
+    return ServerStatus("starting" if process and process.alive else "stopped", None, *where)
 
 
 def stop_server(*, env: Mapping[str, str] | None = None, grace_s: float = _GRACE_S) -> bool:

@@ -1,7 +1,7 @@
 """GPUs, memory and programs that a plan needs, before anything runs.
 
 In: a plan, the model's files; this machine's GPUs, or those of the cluster's nodes as `sinfo` lists
-them. Out: a :class:`_GpuUse` (who sits where, how many are used at the same time, whether they are
+them. Out: a :class:`GpuUse` (who sits where, how many are used at the same time, whether they are
 there; a run refuses what this machine never has); estimates of memory by stage, which is unknown
 before a job runs; notes; and refusals for missing programs. Nothing heavy is imported.
 """
@@ -67,7 +67,7 @@ class GpuJob:
 
 
 @dataclass(frozen=True)
-class _GpuUse:
+class GpuUse:
     """GPUs of a plan.
 
     Attributes
@@ -99,7 +99,7 @@ class _GpuUse:
         return sum(job.gpus for job in self.jobs)
 
 
-def gpu_use(plan: Plan) -> _GpuUse | None:
+def gpu_use(plan: Plan) -> GpuUse | None:
     """GPUs of a plan; None if no stage has any."""
     together = stages_at_once(plan.stages)
     jobs = tuple(_job(plan, stage) for stage in together)
@@ -113,13 +113,13 @@ def gpu_use(plan: Plan) -> _GpuUse | None:
     try:
         there = len(gpus_here())
     except SystemOutage as error:
-        return _GpuUse("local", jobs, most, None, error.what, error.fix)
+        return GpuUse("local", jobs, most, None, error.what, error.fix)
     refusal = too_many_gpus({job.stage: job.gpus for job in jobs}, there)
     why = (refusal.what, refusal.fix) if refusal else ()
-    return _GpuUse("local", jobs, most, (there,), *why)
+    return GpuUse("local", jobs, most, (there,), *why)
 
 
-def _on_cluster(plan: Plan, jobs: tuple[GpuJob, ...], most: int) -> _GpuUse:
+def _on_cluster(plan: Plan, jobs: tuple[GpuJob, ...], most: int) -> GpuUse:
     from infra.slurm.profiles import gpus_of_nodes, load_profile
 
     profile = load_profile(plan.config.dispatch.profile)
@@ -130,7 +130,7 @@ def _on_cluster(plan: Plan, jobs: tuple[GpuJob, ...], most: int) -> _GpuUse:
         fix = f"name a larger partition in profile {profile.name!r}, or ask for fewer GPUs: "
         fix += f"{jobs[0].stage}.resources.gpus"
         fix += ", judge.resources.gpus" if len(jobs) > 1 else ""
-    return _GpuUse("slurm", jobs, most, nodes, lacks, fix)
+    return GpuUse("slurm", jobs, most, nodes, lacks, fix)
 
 
 def fits(jobs: Iterable[GpuJob], nodes: Sequence[int]) -> bool:

@@ -85,12 +85,12 @@ def show_rubric_set(name: str) -> tuple[RubricSet, Path]:
     return load_rubric_set(name), rubric_set_path(name)
 
 
-def list_protocols() -> list[_ProtocolFacts]:
+def list_protocols() -> list[ProtocolFacts]:
     """List the shipped protocols.
 
     Returns
     -------
-    list of _ProtocolFacts
+    list of ProtocolFacts
         By name.
 
     Raises
@@ -101,7 +101,7 @@ def list_protocols() -> list[_ProtocolFacts]:
     return [show_protocol(name) for name in shipped_protocols()]
 
 
-def show_protocol(name: str) -> _ProtocolFacts:
+def show_protocol(name: str) -> ProtocolFacts:
     """Read a protocol, and its fingerprint.
 
     Parameters
@@ -111,7 +111,7 @@ def show_protocol(name: str) -> _ProtocolFacts:
 
     Returns
     -------
-    _ProtocolFacts
+    ProtocolFacts
         The content of ``refiner protocols show``.
 
     Raises
@@ -123,10 +123,10 @@ def show_protocol(name: str) -> _ProtocolFacts:
     with refused_under(protocol.name):
         sources = protocol_sources(protocol.over(RecipeConfig()))
     fingerprint = protocol_fingerprint(protocol, sources)
-    return _ProtocolFacts(path, protocol, description_of(path), fingerprint)
+    return ProtocolFacts(path, protocol, description_of(path), fingerprint)
 
 
-def check_protocol(file: str, recipe: str = "tiny") -> _ProtocolFacts:
+def check_protocol(file: str, recipe: str = "tiny") -> ProtocolFacts:
     """Check a protocol's fields and values, with a recipe's other fields.
 
     Parameters
@@ -138,7 +138,7 @@ def check_protocol(file: str, recipe: str = "tiny") -> _ProtocolFacts:
 
     Returns
     -------
-    _ProtocolFacts
+    ProtocolFacts
         Facts of the protocol.
 
     Raises
@@ -171,7 +171,7 @@ def protocol_fields() -> dict[str, FieldInfo]:
 
 
 @dataclass(frozen=True)
-class _ProtocolFacts:
+class ProtocolFacts:
     """A protocol, its file, and the fingerprint of its effective settings."""
 
     path: Path

@@ -21,7 +21,7 @@ _FOLLOW_S = 0.5
 _PIECE_BYTES = 1 << 20
 
 
-class _AttemptLog(NamedTuple):
+class AttemptLog(NamedTuple):
     """One attempt's log. If the file does not exist, ``why`` has the reason."""
 
     attempt: int
@@ -35,7 +35,7 @@ def find_log(
     workspace: str | Path = RecipeConfig.workspace,
     *,
     attempt: int | None = None,
-) -> _AttemptLog | None:
+) -> AttemptLog | None:
     """Find the log of a stage's attempt.
 
     Parameters
@@ -51,7 +51,7 @@ def find_log(
 
     Returns
     -------
-    _AttemptLog or None
+    AttemptLog or None
         If the worker never began, the output of its job. None if the stage has not been started.
 
     Raises
@@ -64,7 +64,7 @@ def find_log(
     if number is None:
         return None
     path = log_file(ws, stage_id, number)
-    return _AttemptLog(number, path, why_no_log(ws, stage_id, number, path))
+    return AttemptLog(number, path, why_no_log(ws, stage_id, number, path))
 
 
 def read_log(

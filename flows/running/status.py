@@ -213,7 +213,7 @@ def is_finished(workspace: Workspace, stages: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class _DiskStatus:
+class DiskStatus:
     """Free space where the data lie, by the tightest quota, else by the file system.
 
     ``source`` names which.
@@ -262,7 +262,7 @@ class BackgroundRouter(Router):
         return {**{a.ref: (answer or {}).get(a.ref, JobStatus("unknown")) for a in far}, **seen}
 
 
-def _disk_status(prober: Prober, hurry: _BackgroundQuery[FreeSpace]) -> _DiskStatus | None:
+def _disk_status(prober: Prober, hurry: _BackgroundQuery[FreeSpace]) -> DiskStatus | None:
     """Free space; the file system's own figures if quotas are not answered in time. None if the
     folder does not exist."""
     folder = prober.folder
@@ -273,8 +273,8 @@ def _disk_status(prober: Prober, hurry: _BackgroundQuery[FreeSpace]) -> _DiskSta
     ws = hurry.ask(prober.observe)
     if ws is None or ws.limit_bytes is None:
         # Without the blocks reserved for the administrator, as in `refiner disk`.
-        return _DiskStatus(str(folder), use.free, use.used + use.free, "file system")
-    return _DiskStatus(str(folder), ws.free_bytes, ws.limit_bytes, ws.source)
+        return DiskStatus(str(folder), use.free, use.used + use.free, "file system")
+    return DiskStatus(str(folder), ws.free_bytes, ws.limit_bytes, ws.source)
 
 
 #: Wait for the scheduler, seconds. A healthy one answers sooner; a dead one after a minute.
@@ -340,7 +340,7 @@ class RunStatus:
     orchestrator: OrchestratorProcess
     stages: tuple[StageStatus, ...]
     incidents: tuple[Incident, ...]
-    disk: _DiskStatus | None
+    disk: DiskStatus | None
     scheduler: str = ""
     cancel_asked: Mapping[str, Any] | None = None
     outage: str = ""
