@@ -89,12 +89,13 @@ class _ModelFiles:
         return any(next(self.folder.glob(p), None) for p in patterns)
 
     @property
-    def switches_reasoning(self) -> bool:
-        """Whether its chat template has the switch of models that reason by default."""
+    def invites_reasoning(self) -> bool:
+        """Whether its chat template has the switch of models that reason by default, or opens the
+        reasoning for the model to continue."""
         path = self.folder / "chat_template.jinja"
         own = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        found = own or self.json("tokenizer_config.json").get("chat_template")
-        return _SWITCHES[0] in str(found)
+        found = str(own or self.json("tokenizer_config.json").get("chat_template"))
+        return _SWITCHES[0] in found or "<think>" in found.rpartition("add_generation_prompt")[2]
 
     def id_from(self, words: int) -> int | None:
         """The tokenizer's highest id, if it is ``words`` or more."""
@@ -385,7 +386,7 @@ def _is_cut(judge: JudgeConfig) -> bool:
     if any(given.get(name) is False for name in _SWITCHES) or "reasoning_effort" in given:
         return False
     files = model_files(judge.model, judge.revision or "main")
-    return reasons_by_name(judge.model) or (files is not None and files.switches_reasoning)
+    return reasons_by_name(judge.model) or (files is not None and files.invites_reasoning)
 
 
 def reasons_by_name(model: str) -> bool:

@@ -250,6 +250,18 @@ def test_a_judge_that_reasons_by_default_is_noted_by_its_template_or_name(
     assert bool(judge_notes(asked)) == noted
 
 
+@pytest.mark.parametrize(("opens", "noted"), [("<think>\n", True), ("", False)])
+def test_a_judge_whose_template_opens_the_reasoning_is_noted(
+    tmp_path: Path, opens: str, noted: bool
+) -> None:
+    template = "{{ messages[0].content.split('</think>')[-1] }}{% if add_generation_prompt %}A: "
+    name = str(copied(tmp_path / "judge"))
+    (tmp_path / "judge" / "chat_template.jinja").write_text(template + opens + "{% endif %}")
+    values = {"kind": "openai", "model": name, "base_url": "http://127.0.0.1:1/v1"}
+    asked = replace_fields(TINY, {f"judge.{key}": value for key, value in values.items()})
+    assert bool(judge_notes(asked)) == noted
+
+
 @pytest.mark.parametrize("name", ["refiner-gpt54", "refiner-instance-only", "refiner-answer-only"])
 def test_the_judge_of_the_large_recipes_does_not_reason(name: str) -> None:
     assert judge_notes(load_recipe(name)) == []
