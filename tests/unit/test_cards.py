@@ -434,7 +434,7 @@ def _tokenizer() -> Any:
 
 
 def facts_of(*results: dict[str, Any], **changes: Any) -> CardFacts:
-    entries = [e for r in results for e in (*r["evaluations"], *r["reference"])]
+    entries = [*(e for r in results for e in r["evaluations"]), *results[0]["reference"]]
     given: dict[str, Any] = {
         "repo_id": "somebody/desk-agent",
         "config": AGENT,
