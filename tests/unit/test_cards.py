@@ -434,7 +434,8 @@ def _tokenizer() -> Any:
 
 
 def facts_of(*results: dict[str, Any], **changes: Any) -> CardFacts:
-    entries = [*(e for r in results for e in r["evaluations"]), *results[0]["reference"]]
+    entries = [e for r in results for e in r["evaluations"]]
+    entries += [e for r in results[:1] for e in r["reference"]]
     given: dict[str, Any] = {
         "repo_id": "somebody/desk-agent",
         "config": AGENT,
