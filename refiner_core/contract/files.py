@@ -168,6 +168,8 @@ def readable(what: str, expected: str = "a YAML file in UTF-8") -> Iterator[None
         why, fix = _reason(error), "correct the place named above"
         if isinstance(error, RecursionError):
             why, fix = "it is nested too deeply", "correct the nesting"
+        elif isinstance(error, UnicodeDecodeError):
+            why, fix = "it is not text in UTF-8", "save it as UTF-8"
         elif isinstance(error, OSError):
             why, fix = error.strerror or str(error), "correct the path, or its permissions"
         raise ConfigurationError(
