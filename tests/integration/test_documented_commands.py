@@ -29,6 +29,7 @@ from tests.support.command import LONGER, Finished
 from tests.support.documented import ROOT, Shown, anchors, links, paths_named, shown_commands
 from tests.support.judge_server import JudgeServer
 from tests.support.known_judges import KnownJudge
+from tests.support.planted_judges import PlantedJudges
 from tests.support.recorded_sweep import RecordedSweep
 from tests.support.require import require
 from tests.support.slurm_cluster import missing
@@ -194,7 +195,7 @@ def place(
         folder / "swept" / "runs", ("citation-0", "citation-0.5"), name="citation-weight-tiny"
     )
     sweep.write()
-    with JudgeServer(KnownJudge()) as judge:
+    with JudgeServer(KnownJudge()) as judge, JudgeServer(PlantedJudges(())) as own:
         names = {
             "place": str(folder),
             "first": first,
@@ -203,7 +204,7 @@ def place(
             "judge": judge.base_url,
         }
         (folder / "my-judge.yaml").write_text(
-            f"judge: {{kind: openai, base_url: {judge.base_url}, model: scripted}}\n"
+            f"judge: {{kind: openai, base_url: {own.base_url}, model: planted-none-0}}\n"
         )
         made = Place(folder, names, (*small, *LONGER))
         yield made
