@@ -9,9 +9,11 @@ recipe is merged once, and shared inputs of trials are hashed once.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +77,7 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
     # The last override of a field wins.
     last = {text.partition("=")[0]: text for text in (*sweep.overrides, *texts)}
     sweep = replace(sweep, overrides=tuple(last.values()))
-    with read_each_once():
+    with read_each_once(), _all_stays():
         try:
             base = check_config(load_recipe(sweep.recipe, sweep.overrides))
         except ConfigurationError as error:
@@ -85,6 +87,19 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
         for config in {asked_of_model(t.plan.config): t.plan.config for t in plan.trials}.values():
             check_model_files(config)
         return plan
+
+
+@contextlib.contextmanager
+def _all_stays() -> Iterator[None]:
+    """Pause Python's garbage collection: nearly all objects stay, and repeated scans take a fifth
+    of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _remembered(
