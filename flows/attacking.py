@@ -298,7 +298,7 @@ def _stating(row: DataRow, evidence: Mapping[str, str]) -> list[str]:
 
 
 def _random(prompt: PromptRow) -> str:
-    from refiner_core.rewards.attacks import random_baseline_answers
+    from refiner_core.data.random_baseline import random_baseline_answers
 
     seed = derive_seed(0, WRITER, prompt.sample_id)
     return random_baseline_answers(prompt.prompt_text, random.Random(seed))

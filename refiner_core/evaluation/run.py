@@ -15,7 +15,7 @@ that no judged sample is asked about again). At most the sampling of one unit,
 in another batch, with sums in another order, and numbers would depend on the time of the
 interruption.
 
-The reference is the random copier (:mod:`refiner_core.rewards.attacks`), scored by the same
+The reference is the random copier (:mod:`refiner_core.data.random_baseline`), scored by the same
 code on the same prompts: an answer of perfect form, written without reading. One answer per
 prompt serves all decodings, since it depends on none. Its answers are the same in every
 evaluation of a protocol, which makes them the control against a judge that drifts: with
@@ -45,12 +45,12 @@ from refiner_core.contract.types import (
     StageIO,
 )
 from refiner_core.data.prepared import load_prompts
+from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.evaluation.metrics import sample_row
 from refiner_core.evaluation.protocol import Decoding, make_protocol, sampling_params
 from refiner_core.evaluation.results import MeasuredRows, write_results
 from refiner_core.generation.completions import completion_text
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
-from refiner_core.rewards.attacks import random_baseline_answers
 from refiner_core.samples import BatchReporter, OpenServers, PlannedSample, sample_answers
 
 COPIER = "random_copier"

@@ -28,10 +28,10 @@ from refiner_core.contract.types import (
     SamplingParams,
 )
 from refiner_core.data.prepared import load_prompts
+from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.generation.load import load_tokenizer
 from refiner_core.judges import build_judge, prompting
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.rewards.attacks import random_baseline_answers
 from refiner_core.training.batches import prompt_batch
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.rollouts.rollout import RolloutSample, form_groups, rollout_rows

@@ -40,7 +40,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.loading import load_recipe
 from refiner_core.data.rows import DataRow, parse_row
 from refiner_core.data.sources import read_all_rows, resolve_source
-from refiner_core.evaluation.metrics import score_truth
+from refiner_core.data.truth import score_truth
 from refiner_core.evaluation.statistics import two_way_mean
 from refiner_core.rewards.sequential import evidence
 from tests.prove.learning import Claim, tell

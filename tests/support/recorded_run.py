@@ -28,6 +28,7 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RECORD_VERSION, AttemptOutcome, RunRecord, to_json
 from refiner_core.contract.types import PromptRow
 from refiner_core.data.prepared import write_prompts
+from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.evaluation.metrics import sample_row
 from refiner_core.evaluation.protocol import Decoding, make_protocol
@@ -35,7 +36,6 @@ from refiner_core.evaluation.results import MeasuredRows, write_results
 from refiner_core.judges import build_judge
 from refiner_core.models import tiny_model_dir
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.rewards.attacks import random_baseline_answers
 
 SMALL = (
     "data.synthetic_sft_rows=20",

@@ -33,12 +33,12 @@ from refiner_core.data.prepared import (
     write_demonstrations,
     write_prompts,
 )
+from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.data.rows import DataRow, choose_questions, parse_row
 from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
 from refiner_core.data.synthetic import generate_rows
-from refiner_core.evaluation.metrics import score_truth
+from refiner_core.data.truth import score_truth
 from refiner_core.generation.load import load_tokenizer
-from refiner_core.rewards.attacks import random_baseline_answers
 from tests.support.qwen_like import TEMPLATE as QWEN
 
 CHATML = (

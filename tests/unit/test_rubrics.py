@@ -22,6 +22,7 @@ from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import StageSpec
 from refiner_core.contract.types import PromptRow
+from refiner_core.data.random_baseline import random_baseline_answers
 from refiner_core.data.rows import parse_row
 from refiner_core.data.sources import read_rows, resolve_source
 from refiner_core.data.synthetic import generate_rows
@@ -31,7 +32,6 @@ from refiner_core.report.printing import document
 from refiner_core.rescoring.criteria import criteria_report, rubric_credits, sections
 from refiner_core.rescoring.rollouts import StoredRollout
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.rewards.attacks import random_baseline_answers
 from refiner_core.rubrics import (
     Rubric,
     load_rubric_set,
