@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flows.checking.resources import attacks_file
+from flows.checking.attacks import attacks_file
 from flows.stages.judging import judge_by_hand, stored
 from infra.host.secrets import mask_keys_of
 from infra.store import atomic

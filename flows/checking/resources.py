@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from flows.checking.attacks import attack_notes
 from flows.checking.models import judge_notes, layer_notes, model_files, position_notes
 from infra.disk.forecast import ModelSize, model_size
 from infra.host.gpus import gpus_here, too_many_gpus
-from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.training import training_notes
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig, ServeConfig
 from refiner_core.contract.errors import SystemOutage, UnsupportedError
-from refiner_core.contract.fingerprint import digest, identity_values
 from refiner_core.contract.placement import (
     STAGES,
     MemoryNeed,
@@ -329,28 +327,6 @@ def planning_notes(plan: Plan) -> list[str]:
                 f"for {size(asked)} ({need.stage}.resources.memory_gb): {said}."
             )
     return notes
-
-
-def attacks_file(config: RecipeConfig) -> Path:
-    """File of the attacks on a recipe's reward, as its judge scores it."""
-    name = digest(identity_values(config, ("reward", "judge")))[:12]
-    return Workspace.read_only(config.workspace).layout.attacks / f"{name}.json"
-
-
-def attack_notes(config: RecipeConfig) -> list[str]:
-    """A note on attacks that pay; none if the reward was not attacked, or none of them pays."""
-    if config.environment.name or not {"grpo", "sample"} & {*config.stages}:
-        return []
-    found = atomic.read_json(attacks_file(config))
-    paid = [one["name"] for one in found["attacks"] if one["pays"]] if found else []
-    if not found or not paid:
-        return []
-    rows = found["honest"]["n"]
-    return [
-        f"{len(paid)} of {len(found['attacks'])} attacks on this reward pay ({', '.join(paid)}; "
-        f"{rows} rows): training may find them. The fields reward.penalties.* set prices, and "
-        "refiner reward attack shows what they close."
-    ]
 
 
 def _asked(config: RecipeConfig, need: MemoryNeed) -> int:

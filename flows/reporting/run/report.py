@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.checking.resources import attack_notes
+from flows.checking.attacks import attack_notes
 from flows.reporting.run.all_samples import write_samples_page
 from flows.reporting.run.results import (
     ModelEvaluation,
