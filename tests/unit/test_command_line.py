@@ -71,7 +71,7 @@ FILES = {
     "number": ("include: 3\n", "`include` of"),
     "nobody": ("include: nobody.yaml\n", "recipe.yaml names it"),
     "dots": ("include: tiny\ngrpo.beta: 1\n", "written with dots"),
-    "bytes": ("include: t\udcffny\n", "utf-8"),
+    "bytes": ("include: t\udcffny\n", "not text in UTF-8"),
 }
 
 
