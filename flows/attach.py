@@ -6,8 +6,9 @@ message for the orchestrator (``flow_run``, ``gone``). Prefect's own output goes
 which is a log file.
 
 Nothing waits for it. It finds or starts the server, and only then imports Prefect. It ends with the
-call, or when a server that it cannot restart is gone; after the death of its own server it starts
-again with the next one, and the flow run catches up.
+call, when its server was stopped (`refiner server stop`), or when one that it cannot restart is
+gone; after the death of its own server it starts again with the next one, and the flow run catches
+up.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from infra.host.processes import ProcessId, environment
-from infra.prefect_server import ServerInfo, http_status, usable_server
+from infra.prefect_server import ServerInfo, http_status, usable_server, was_stopped
 from infra.store.layout import is_sweep
 from infra.store.orchestrators import orchestrator_of
 from infra.store.sweep_records import read_sweep
@@ -123,9 +124,11 @@ class _Attach:
 
     def _begin_again(self, server: ServerInfo) -> NoReturn:
         tried = int(environment().get(_TRIED, "0")) + 1
+        stopped = server.ours and was_stopped()
         if tried == 1:
-            self._tell(gone=f"Prefect's server at {server.url} is gone.")
-        if server.ours and tried >= _TRIES:
+            what = "was stopped" if stopped else "is gone"
+            self._tell(gone=f"Prefect's server at {server.url} {what}.")
+        if stopped or (server.ours and tried >= _TRIES):
             os._exit(4)
         while (
             not server.ours

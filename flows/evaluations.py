@@ -11,7 +11,7 @@ from refiner_core.contract.plan import Plan
 
 
 def evaluations_of(plan: Plan, workspace: Workspace) -> list[dict[str, Any]]:
-    """Every metric of the plan's finished evaluations, the random copier's floor last.
+    """Every metric of the plan's finished evaluations, the random copier's baseline last.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ def evaluations_of(plan: Plan, workspace: Workspace) -> list[dict[str, Any]]:
         A record is damaged.
     """
     numbers: list[dict[str, Any]] = []
-    floor: dict[tuple[str, ...], dict[str, Any]] = {}
+    baseline: dict[tuple[str, ...], dict[str, Any]] = {}
     evaluations = [s for s in plan.stages if s.kind == "evaluate"]
     for stage in sorted(evaluations, key=lambda s: model_order(s.model)):
         result = workspace.read_result(stage.id)
@@ -40,8 +40,8 @@ def evaluations_of(plan: Plan, workspace: Workspace) -> list[dict[str, Any]]:
             continue
         numbers += [_number(e) for e in result.report["evaluations"]]
         for entry in result.report["reference"]:
-            floor[tuple(str(entry[k]) for k in ("protocol", "metric"))] = _number(entry)
-    return [*numbers, *floor.values()]
+            baseline[tuple(str(entry[k]) for k in ("protocol", "metric"))] = _number(entry)
+    return [*numbers, *baseline.values()]
 
 
 def _number(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -267,11 +267,20 @@ def stop_server(*, env: Mapping[str, str] | None = None, grace_s: float = _GRACE
     files = _Files(state_dir(os.environ if env is None else env))
     with _exclusive(files.lock, time.monotonic() + grace_s):
         process = _recorded(files)
-        if process is None or not process.terminate():
+        if process is None or not process.alive:
+            return False
+        # Before its end, so that no follower takes this for a crash and starts another one.
+        write_json(files.json, {**(read_json(files.json) or {}), "stopped_at": now_text()})
+        if not process.terminate():
             return False
         if not process.wait_ended(grace_s):
             process.kill_group()
         return True
+
+
+def was_stopped() -> bool:
+    """True if our last server was ended by :func:`stop_server`."""
+    return "stopped_at" in (read_json(_Files(state_dir()).json) or {})
 
 
 def passed_on(env: Mapping[str, str]) -> dict[str, str]:

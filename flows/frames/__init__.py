@@ -228,7 +228,7 @@ def evaluations_frame(run: str | None = None, workspace: str | Path = _HERE) -> 
     -------
     pandas.DataFrame
         With the columns of ``describe_columns("evaluations")``. Unfinished evaluations have no
-        rows; the random copier, the floor of each protocol, comes last and once.
+        rows; the random copier, the baseline of each protocol, comes last and once.
 
     Raises
     ------
@@ -239,14 +239,14 @@ def evaluations_frame(run: str | None = None, workspace: str | Path = _HERE) -> 
     """
     ws, record = the_run(run, workspace)
     rows: list[dict[str, Any]] = []
-    floor: dict[tuple[Any, ...], dict[str, Any]] = {}
+    baseline: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, stage_id in evaluate_stages(record.stages).items():
         report = results_of(ws, stage_id) or {}
         rows += [_number(entry, name) for entry in report.get("evaluations", ())]
         for entry in report.get("reference", ()):
             key = (entry["protocol"], entry["metric"], entry["decoding"])
-            floor.setdefault(key, _number(entry, name))
-    return make_frame("evaluations", [*rows, *floor.values()])
+            baseline.setdefault(key, _number(entry, name))
+    return make_frame("evaluations", [*rows, *baseline.values()])
 
 
 def _number(entry: Mapping[str, Any], stage: str) -> dict[str, Any]:

@@ -123,7 +123,7 @@ TABLES: Mapping[str, Mapping[str, _Column]] = {
     },
     "evaluations": {
         "stage": _Column("text", "name of the evaluate stage"),
-        "model": _Column("text", "the model that was measured; random_copier is the floor"),
+        "model": _Column("text", "the model that was measured; random_copier is the baseline"),
         **_PROTOCOL,
         "metric": _Column("text", "name of the metric"),
         "value": _Column("number", "the mean over prompts"),

@@ -228,7 +228,7 @@ def _evaluations(
 ) -> tuple[list[Mapping[str, Any]], dict[str, Any], dict[str, str]]:
     """Every metric of the input evaluations, also as corrected by people's labels that are recorded
     for one of the ``runs``, their protocols, and the source of each. All include the random
-    copier's floor; it is listed once."""
+    copier's baseline; it is listed once."""
     entries: dict[tuple[str, ...], Mapping[str, Any]] = {}
     protocols: dict[str, Any] = {}
     places: dict[tuple[str, ...], str] = {}

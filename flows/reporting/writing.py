@@ -110,13 +110,14 @@ def evidence_of(
         for trial, standing in zip(record.trials, standings, strict=True)
     )
     over = all(s.state in ("done", "failed") for s in standings)
+    protocols = dict(sorted(read.protocols.items()))  # threads have read them in any order
     return SweepEvidence(
         sweep=record,
         made_at=now_text(),
         state="finished" if over else "stopped",
         trials=trials,
         evaluations=read.evaluations,
-        protocols=read.protocols,
+        protocols=protocols,
         trainings=read.trainings,
         people=_people(workspace, standings),
         incidents=_incidents(workspace, standings),
@@ -124,7 +125,7 @@ def evidence_of(
         provenance={
             **{"workspace": str(workspace.root), "trials": len(record.trials)},
             "evaluations read": len(read.evaluations),
-            "judges": _judges(read.protocols),
+            "judges": _judges(protocols),
         },
         warnings=(*read.warnings, *_mixed(record, trials, read.made_with)),
     )

@@ -528,7 +528,7 @@ def watch_run(
     *,
     wait_s: float = SCHEDULER_WAIT_S,
 ) -> RunWatcher:
-    """Watch a run: each ``look()`` returns a :class:`RunStatus`.
+    """Watch a run: each ``observe()`` returns a :class:`RunStatus`.
 
     Parameters
     ----------

@@ -258,7 +258,7 @@ def status_of_sweep(sweep: str, workspace: str | Path = RecipeConfig.workspace) 
 
 
 def watch_sweep(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> SweepWatcher:
-    """Watch a sweep: each ``look()`` returns a :class:`SweepStatus`.
+    """Watch a sweep: each ``observe()`` returns a :class:`SweepStatus`.
 
     Parameters
     ----------

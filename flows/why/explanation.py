@@ -32,7 +32,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.kinds import FLOORS, TRAINED, model_order
+from refiner_core.contract.kinds import BASELINES, TRAINED, model_order
 from refiner_core.contract.records import from_json
 from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.metrics import load_samples
@@ -128,7 +128,7 @@ def figures_of_stages(
     for stage_id in stage_ids:
         for figure in _figures(workspace, stage_id, query.names):
             if query.means(figure.value) and set(query.names) <= set(figure.words):
-                words = figure.words[: -1 if figure.model in FLOORS else None]  # all repeat floors
+                words = figure.words[: -1 if figure.model in BASELINES else None]  # all repeat floors
                 found.setdefault((*words, figure.entry.get("protocol"), figure.value), figure)
     hits = sorted(found.values(), key=lambda f: (model_order(f.model), f.words))
     own = [figure for figure in hits if not figure.entry.get("under")]
@@ -274,7 +274,7 @@ def explain_number(
         column = "reward"
     _add_samples(found, rows, column, sample)
     part = part_of_file(figure.entry["samples_file"]) if evaluated else figure.step or 0
-    if figure.model not in FLOORS:
+    if figure.model not in BASELINES:
         which = found["sample"]["which"]
         shown = {"sample_id": which["sample_id"], "sample_index": which["number"]}
         found["sample"]["page"] = sample_address(ws, figure.stage_id, part, shown)

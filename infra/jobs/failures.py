@@ -100,8 +100,8 @@ CLASSES: dict[FailureClass, _ClassRule] = {
 
 def in_words(failure: str) -> str:
     """A failure class, or another cause, for people."""
-    rule = CLASSES.get(failure)  # type: ignore[call-overload]  # it may be another cause
-    return (rule.words if rule else "") or failure.replace("_", " ")
+    words: dict[str, str] = {name: rule.words for name, rule in CLASSES.items()}
+    return words.get(failure) or failure.replace("_", " ")
 
 
 _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
@@ -328,13 +328,13 @@ def without_progress(attempts: Sequence[Attempt], failure: FailureClass) -> int:
     An attempt made progress if a later one resumed from a later checkpoint than the attempt itself
     did. One that died before it could resume is taken to have made none.
     """
-    count, floor = 0, 0
+    count, next_at = 0, 0
     for attempt in reversed(attempts):
         began_at = _began_at(attempt)
         if began_at is not None:
-            if began_at < floor:
+            if began_at < next_at:
                 break
-            floor = began_at
+            next_at = began_at
         count += attempt.outcome is not None and attempt.outcome.failure == failure
     return count
 

@@ -125,18 +125,18 @@ def write_results(
         Further entries of the results, stored unchanged.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    floor_name, floor_rows = reference
-    floor_file = f"samples-{floor_name}.parquet"
-    write_samples(output_dir / floor_file, floor_rows, metrics, texts)
+    baseline_name, baseline_rows = reference
+    baseline_file = f"samples-{baseline_name}.parquet"
+    write_samples(output_dir / baseline_file, baseline_rows, metrics, texts)
     evaluations: list[dict[str, Any]] = []
-    floor: list[dict[str, Any]] = []
+    baseline: list[dict[str, Any]] = []
     protocols: dict[str, Any] = {}
     for part in measured:
         samples_file = f"samples-{part.protocol.decoding}.parquet"
         write_samples(output_dir / samples_file, part.rows, part.metrics, texts)
         evaluations += metric_entries(model[0], part, samples_file, config)
-        beside = MeasuredRows(part.protocol, floor_rows, metrics)
-        floor += metric_entries(floor_name, beside, floor_file, config)
+        beside = MeasuredRows(part.protocol, baseline_rows, metrics)
+        baseline += metric_entries(baseline_name, beside, baseline_file, config)
         for protocol in (part.protocol, part.protocol.with_reward(config)):
             protocols[protocol.fingerprint] = protocol.as_json()
     results: dict[str, Any] = {
@@ -145,7 +145,7 @@ def write_results(
         "model_ref": model[1],
         "protocols": protocols,
         "evaluations": evaluations,
-        "reference": floor,
+        "reference": baseline,
         **more,
     }
     if judge_usage is not None:

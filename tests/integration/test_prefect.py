@@ -361,3 +361,19 @@ def test_the_key_is_shown_on_a_terminal_alone(prefect: PrefectApi, tmp_path: Pat
         assert key not in done.stdout + done.stderr
     with (tmp_path / "file").open("w") as file:
         assert terminal_link(info, "/runs", file) == f"{info.url}/runs"
+
+
+def test_a_stopped_server_stays_stopped(prefect: PrefectApi, tmp_path: Path) -> None:
+    call = RecordedCall(tmp_path, "data")  # the last test: it ends the server of this file
+    with call.worked_on():
+        call.shows("data", "running")
+        url = ensure_server(400).url
+        eventually(lambda: call.said)
+        follower = follower_of(call)
+        assert refiner("server", "stop").stdout == "stopped\n"
+        eventually(lambda: follower.status() == psutil.STATUS_ZOMBIE)
+        assert server_status().state == "stopped"
+        assert f"Prefect's server at {url} was stopped. Work continues" in call.warned[0]
+        call.shows("data", "done", report={})
+        call.end()
+    assert ensure_server(400).url == url, "the next command starts one, at the same address"

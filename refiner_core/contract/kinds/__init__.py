@@ -32,15 +32,14 @@ TRAINED = tuple(k.name for k in KINDS.values() if k.trains)
 TRAINED_HERE = tuple(k.name for k in KINDS.values() if k.trains in ("demonstrations", "rewards"))
 #: Models that a run may measure, in the order of training.
 MODELS = ("base", *TRAINED)
-#: Baselines whose answers are the floor of every evaluation (of an agent the second one); they have
-#: a file of their own.
-FLOORS = ("random_copier", "do_nothing")
+#: Baselines of every evaluation (of an agent the second one). They have a file of their own.
+BASELINES = ("random_copier", "do_nothing")
 
 
 def model_order(model: str) -> tuple[int, int, str]:
     """Sort key of a model: in the order of training, steps before the last checkpoint."""
     family, _, step = model.partition("-step")
-    order = ("base", *FLOORS, *TRAINED)
+    order = ("base", *BASELINES, *TRAINED)
     place = order.index(family) if family in order else len(order)
     return place, int(step) if step.isdigit() else 1 << 62, model
 
