@@ -6,7 +6,9 @@ VENV   ?= .venv
 TEST_PROCESSES ?= 2
 PYTEST := -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Modules are compiled when they are first imported. Most never are, and pip would take longer to
+# compile them all than to install them.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Another package index that has CPU builds of torch, where yours has none: the one that the install
 # page of PyTorch names.
 TORCH_INDEX ?=
