@@ -386,7 +386,7 @@ def hf_run(tmp_path: Path, workspace: Path, resume: str) -> Stage:
     path = tmp_path / "hf.yaml"
     path.write_text(HF_RECIPE.replace("{resume}", resume))
     words = ("run", str(path), f"workspace={workspace}", "--no-server", "--json")
-    done = refiner(*words, timeout_s=200)
+    done = refiner(*words)
     assert done.code == 0, done.stderr
     return Stage(workspace, "command")
 

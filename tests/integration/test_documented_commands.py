@@ -156,7 +156,7 @@ class Place:
             input=trial.stdin,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=400,
             check=False,
         )
 

@@ -127,7 +127,7 @@ def chromium(folder: Path) -> Iterator[Page]:
 
 
 def _tab(port_file: Path) -> str:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (port_file.exists() and port_file.read_text().strip()):
         assert time.monotonic() < deadline, "chromium did not start"
         time.sleep(0.1)

@@ -223,7 +223,7 @@ class JudgeProcess:
         command = [sys.executable, "-m", "tests.support.judge_server"]
         values = [str(self.port), str(self._log), str(self._delay_s)]
         self._process = subprocess.Popen([*command, *values])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:

@@ -110,7 +110,7 @@ class Campaign:
 
     def wait_begun(self, request: JobRequest, times: int = 1) -> None:
         """Wait until its process has begun (so often)."""
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 240
         while sum(line.startswith("begin") for line in self.said(request)) < times:
             assert time.monotonic() < deadline, self.status(request)
             time.sleep(0.05)

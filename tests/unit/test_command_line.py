@@ -94,7 +94,7 @@ def test_a_file_is_no_workspace(empty_folder: Path, capsys: pytest.CaptureFixtur
 def test_narrow_and_plain_terminals_work(extra: dict[str, str], empty_folder: Path) -> None:
     line = [sys.executable, "-m", "flows.cli.main", "plan", "tiny", "description=\u00e9\u2026"]
     env = {k: v for k, v in environment().items() if k != "HOME"} | extra
-    done = subprocess.run(line, env=env, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(line, env=env, capture_output=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -256,7 +256,7 @@ def end_of(tmp_path: Path, gpus: int = 0, code: int = 0) -> tuple[str, JobStatus
     failed = local.submit([request])
     if failed:
         raise failed[request.ref]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         attempt = workspace.read_attempt(stage.id, 1)
         assert attempt is not None
