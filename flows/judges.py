@@ -2,7 +2,7 @@
 
 In: a workspace, a run or none, overrides of `judge` and `reward`. Out: a
 :data:`~refiner_core.judge_report.build.Report`, and ``report.md`` with ``report.json``; or an
-:class:`_JudgeReply`. The store of judgements is not used: stored answers would repeat forever.
+:class:`JudgeReply`. The store of judgements is not used: stored answers would repeat forever.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 REPORT, TEXT = "report.json", "report.md"
 
 
-class _NamedReport(NamedTuple):
+class NamedReport(NamedTuple):
     """A report and its name: the same question to the same judge has the same name."""
 
     name: str
@@ -68,7 +68,7 @@ def measure_judge(
     sample: int | None = None,
     repeats: int = 3,
     tell: Callable[[str, int], None] = lambda what, count: None,
-) -> _NamedReport:
+) -> NamedReport:
     """Measure a judge: repeatability, agreement, bias, hostile answers, cost. Writes nothing.
 
     Parameters
@@ -124,7 +124,7 @@ def measure_judge(
             told=tell,
         )
     identity = canonical_json([*map(report.get, ("judge", "against", "material")), repeats])
-    return _NamedReport(hashlib.sha256(identity.encode()).hexdigest()[:12], report)
+    return NamedReport(hashlib.sha256(identity.encode()).hexdigest()[:12], report)
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -205,7 +205,7 @@ def _judge(
 # ---------------------------------------------------------------- one question
 
 
-class _JudgeReply(NamedTuple):
+class JudgeReply(NamedTuple):
     """One question. ``usage`` is None for a judge without a server; ``schema`` tells whether the
     server accepted the schema of the reply."""
 
@@ -240,7 +240,7 @@ def ask_judge(
     question: str | None = None,
     answer: str | None = None,
     criterion: str | None = None,
-) -> _JudgeReply:
+) -> JudgeReply:
     """Ask a judge one question.
 
     Parameters
@@ -281,7 +281,7 @@ def ask_judge(
 
 def ask_each(
     workspace: Workspace, config: JudgeConfig, requests: Sequence[JudgeRequest]
-) -> _JudgeReply:
+) -> JudgeReply:
     """Ask the judge of a configuration; returns the first question without a judgement, else the
     first of all. Errors as of :func:`ask_judge`."""
     # A server that does not answer the first question counts as gone.
@@ -299,7 +299,7 @@ def ask_each(
     named = config.model if config.kind == "lexical" else f"{config.model} ({config.form})"
     shown = found[-1] if found[-1][1].status != "scored" else found[0]
     request, judgement, seconds = shown
-    return _JudgeReply(request, judgement, named, seconds, usage, _schema_accepted(config, usage))
+    return JudgeReply(request, judgement, named, seconds, usage, _schema_accepted(config, usage))
 
 
 def examples(kinds: Sequence[Kind] = KINDS) -> list[JudgeRequest]:

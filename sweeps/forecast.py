@@ -77,7 +77,7 @@ _SFT_STEPS = (
 )
 
 
-class _StageShape(NamedTuple):
+class StageShape(NamedTuple):
     """Stages of one shape take the same time per step or sample. ``model`` is the digest of the
     recipe's base weights, ``devices`` counts GPUs of all nodes (0: CPUs)."""
 
@@ -120,7 +120,7 @@ class StageMeasure:
         For first steps: their number and stage.
     """
 
-    shape: _StageShape
+    shape: StageShape
     work: Work
     data: str = ""
     unit_s: float | None = None
@@ -170,10 +170,10 @@ class History:
     prompts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -> _StageShape:
+def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -> StageShape:
     """The shape of a stage, from its identity and its resources."""
     names = SHAPE_FIELDS.get(kind, ())
-    return _StageShape(kind, model, devices, _values(identity, names))
+    return StageShape(kind, model, devices, _values(identity, names))
 
 
 def _values(identity: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
@@ -251,7 +251,7 @@ class StageForecast:
     name: str
     kind: str
     trial: str
-    shape: _StageShape
+    shape: StageShape
     work: Work
     seconds: float | None
     judge_calls: int | None
@@ -427,7 +427,7 @@ class _Estimator:
                 work = work._replace(units=found.work.units)
         return work
 
-    def _seconds(self, shape: _StageShape, work: Work) -> tuple[float | None, str]:
+    def _seconds(self, shape: StageShape, work: Work) -> tuple[float | None, str]:
         alike, differs = self._known_alike(shape)
         if not alike:
             return None, f"unknown: no {shape.kind} stage of this model has been measured"
@@ -444,7 +444,7 @@ class _Estimator:
             basis = f"by rule of thumb: {count} with another {differs}"
         return median(guesses), basis
 
-    def _like(self, shape: _StageShape) -> tuple[list[StageMeasure], str]:
+    def _like(self, shape: StageShape) -> tuple[list[StageMeasure], str]:
         """Stages of that shape; else those with the fewest differences, and these. Other weights or
         device counts cannot predict a step; a canary comes first."""
         of_kind = self.by_kind.get(shape.kind, ())
@@ -488,7 +488,7 @@ def _assumed(found: StageForecast, cost: AssumedCost) -> StageForecast:
     return found
 
 
-def _shape(stage: PlannedStage) -> _StageShape:
+def _shape(stage: PlannedStage) -> StageShape:
     devices = stage.resources.gpus * max(1, stage.resources.nodes)
     return shape_of(stage.kind, stage.identity, stage.sources.get("model", ""), devices)
 

@@ -96,7 +96,7 @@ def check_card(
     HubRefused, HubOutage
         The Hub does not return it.
     """
-    name, text, told, folder = find_card(target)
+    name, text, told, folder = _find_card(target)
     if evidence is not None:
         told = _read(Path(evidence))
     own = None if template is None else _read(Path(template))
@@ -106,7 +106,7 @@ def check_card(
     return CardCheck(name, tuple(sorted(findings)), told is not None)
 
 
-def find_card(target: str) -> _Source:
+def _find_card(target: str) -> _Source:
     """The card named on the command line; see :func:`check_card`."""
     if target == "-":
         return _Source("<stdin>", _text(sys.stdin.buffer.read(4 * LARGEST_EVIDENCE + 1), "stdin"))

@@ -1,6 +1,6 @@
 """Checks of a model's files: refuse at once what would fail after hours; notes on judges.
 
-In: a model reference; a recipe's configuration. Out: :class:`_ModelFiles`, from a local folder or
+In: a model reference; a recipe's configuration. Out: :class:`ModelFiles`, from a local folder or
 the Hub client's cache; or a refusal with the numbers and the field to change. Takes milliseconds
 and no torch; a model that is not downloaded yet is not checked. Unreadable files are left to the
 loader (:func:`refiner_core.training.model.loading.check_model`), whose messages are better.
@@ -35,7 +35,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class _ModelFiles:
+class ModelFiles:
     """A folder with a model or tokenizer.
 
     ``whole`` is False if files may still be missing (an unfinished download): then missing files
@@ -104,14 +104,14 @@ class _ModelFiles:
         return highest if highest is not None and highest >= words else None
 
 
-def model_files(ref: str, revision: str) -> _ModelFiles | None:
+def model_files(ref: str, revision: str) -> ModelFiles | None:
     """The files of ``builtin:…``, a folder, or a Hub id whose snapshot is in the cache."""
     try:
         resolved = resolve_ref(ref)
     except RefinerError:
         return None  # reported when sources are resolved
     if ref.startswith(BUILTIN_PREFIX) or Path(resolved).is_dir():
-        return _ModelFiles(Path(resolved), whole=True)
+        return ModelFiles(Path(resolved), whole=True)
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -120,7 +120,7 @@ def model_files(ref: str, revision: str) -> _ModelFiles | None:
         return None  # no repository name; reported when sources are resolved
     if not isinstance(found, str):
         return None
-    files = _ModelFiles(Path(found).parent, whole=False)
+    files = ModelFiles(Path(found).parent, whole=False)
     blobs = files.folder.parents[1] / "blobs"
     on_their_way = next(blobs.glob("*.incomplete"), None) is not None
     return replace(files, whole=not on_their_way and files.has_weights and not files.missing_shards)
@@ -203,7 +203,7 @@ def layer_notes(config: RecipeConfig) -> list[str]:
 # ---------------------------------------------------------------- tokenizer
 
 
-def _check_tokenizer(config: RecipeConfig, files: _ModelFiles) -> None:
+def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
     """A tokenizer exists, and has an end-of-text token."""
     field = _tokenizer_field(config)
     if files.whole and not files.has(*_TOKENIZERS):
@@ -224,7 +224,7 @@ def _check_tokenizer(config: RecipeConfig, files: _ModelFiles) -> None:
         )
 
 
-def _check_template(config: RecipeConfig, files: _ModelFiles) -> None:
+def _check_template(config: RecipeConfig, files: ModelFiles) -> None:
     """Conversations can be rendered."""
     if config.model.chat_template is not None:
         return
@@ -249,7 +249,7 @@ def _tokenizer_field(config: RecipeConfig) -> str:
 # ---------------------------------------------------------------- weights
 
 
-def _check_weights(config: RecipeConfig, model: _ModelFiles) -> None:
+def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
     """All files exist, are complete, and have the configuration's shape."""
     missing, why = model.missing_shards if model.whole else [], ""
     if missing:
@@ -267,7 +267,7 @@ def _check_weights(config: RecipeConfig, model: _ModelFiles) -> None:
         )
 
 
-def _check_vocabulary(config: RecipeConfig, model: _ModelFiles, tokenizer: _ModelFiles) -> None:
+def _check_vocabulary(config: RecipeConfig, model: ModelFiles, tokenizer: ModelFiles) -> None:
     """Every token id has an embedding; embeddings without an id are padding."""
     words = model.text_config.get("vocab_size")
     if not isinstance(words, int) or (highest := tokenizer.id_from(words)) is None:
@@ -285,7 +285,7 @@ def _check_vocabulary(config: RecipeConfig, model: _ModelFiles, tokenizer: _Mode
 # ---------------------------------------------------------------- layers
 
 
-def _check_window(config: RecipeConfig, model: _ModelFiles) -> None:
+def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
     """The longest prompt with the longest response fits into the positions."""
     text, grpo = model.text_config, config.grpo
     window, longest = text.get("max_position_embeddings"), config.data.max_prompt_token_length
@@ -307,7 +307,7 @@ def _check_window(config: RecipeConfig, model: _ModelFiles) -> None:
             )
 
 
-def _check_head(config: RecipeConfig, model: _ModelFiles) -> None:
+def _check_head(config: RecipeConfig, model: ModelFiles) -> None:
     """The output head alone gives the logits."""
     text = model.text_config
     cap = text.get("final_logit_softcapping")

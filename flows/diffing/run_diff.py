@@ -156,7 +156,7 @@ class _StagePair(NamedTuple):
         return one == other
 
 
-def both_of(
+def _both_of(
     pairs: Iterable[_StagePair], *kinds: str
 ) -> Iterator[tuple[str, _StageSide, _StageSide]]:
     """Name and halves of the pairs (of these kinds) with two different halves."""
@@ -172,7 +172,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tup
     return {k: (one.get(k), other.get(k)) for k in keys if one.get(k) != other.get(k)}
 
 
-def pairs_of(a: _DiffSide, b: _DiffSide) -> list[_StagePair]:
+def _pairs_of(a: _DiffSide, b: _DiffSide) -> list[_StagePair]:
     """Matching stages: by name, in the order of the first side; or the two that were named."""
     if a.single and b.single:
         (name_a, id_a), (name_b, id_b) = *a.stages.items(), *b.stages.items()
@@ -320,7 +320,7 @@ def _changes(
 ) -> list[Row]:
     """Facts that differ, once each, with their stages."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for name, a, b in both_of(pairs):
+    for name, a, b in _both_of(pairs):
         one, other = facts(a), facts(b)
         for what, (x, y) in differing(one, other).items() if one and other else ():
             row = found.setdefault((what, str(x), str(y)), {"what": what, "a": x, "b": y})
@@ -367,7 +367,7 @@ def row_changes(pairs: Iterable[_StagePair]) -> Iterator[Row]:
     ``a_rows`` and ``b_rows`` are None if a side has no such file; ``examples`` are a few ids of the
     rows of one side only, and of the changed ones.
     """
-    for stage, a, b in both_of(pairs, "data"):
+    for stage, a, b in _both_of(pairs, "data"):
         for name in FILES:
             if (digest := a.digests.get(name)) is not None and digest == b.digests.get(name):
                 continue
@@ -420,7 +420,7 @@ def divergences(pairs: Iterable[_StagePair]) -> Iterator[Row]:
     ``step`` is the first that differs (None if none does, as far as both have gone),
     ``same_steps`` the number of bitwise equal steps before it, ``metrics`` the differing metrics.
     """
-    for stage, a, b in both_of(pairs, "sample", *TRAINED):
+    for stage, a, b in _both_of(pairs, "sample", *TRAINED):
         one, other = _steps(a), _steps(b)
         if one and other:
             yield _divergence(stage, one, other)
@@ -486,7 +486,7 @@ def number_changes(pairs: Iterable[_StagePair]) -> Iterator[Row]:
     ``difference`` is second minus first, paired over prompts (of these two checkpoints); None if
     the protocols differ, with the reasons in ``refused``. ``same``: both are equal.
     """
-    for stage, a, b in both_of(pairs, "evaluate"):
+    for stage, a, b in _both_of(pairs, "evaluate"):
         one, other = _entries(a), _entries(b)
         rows: dict[str, list[Rows]] = {}
         for decoding, metric in (key for key in one if key in other):
@@ -583,7 +583,7 @@ def diff_runs(
 
 def diff_sides(a: _DiffSide, b: _DiffSide) -> Difference:
     """Compare two sides; reads records and files, imports nothing heavy."""
-    pairs = pairs_of(a, b)
+    pairs = _pairs_of(a, b)
     found: Difference = {
         **{"version": DIFF_VERSION, "a": a.label, "b": b.label},
         **{"a_workspace": str(a.workspace.root), "b_workspace": str(b.workspace.root)},

@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from flows.evaluations import evaluations_of
 from flows.notifying.sender import ChannelError, Sender, send
@@ -45,13 +45,6 @@ from refiner_core.report.printing import counted, measured
 _OVER_S = 600.0
 
 
-class StageState(NamedTuple):
-    """Current state of a stage: ``cause`` if it is paused, with ``reason`` in words."""
-
-    cause: str = ""
-    reason: str = ""
-
-
 class Pauses:
     """The pauses of a call, by cause; one shorter than ``moment_s`` is not reported."""
 
@@ -62,22 +55,31 @@ class Pauses:
         self._told: set[str] = set()
 
     def observe(
-        self, statuses: Mapping[str, StageState], now: float, *, quiet: bool = False
+        self, causes: Mapping[str, tuple[str, str]], now: float, *, quiet: bool = False
     ) -> list[tuple[str, list[str], str]]:
-        """New pauses: cause, paused stages, and the reason of the last; ``now`` in seconds.
-        ``quiet``: report none yet."""
+        """New pauses: cause, paused stages, and the reason of the last.
+
+        Parameters
+        ----------
+        causes
+            By stage: cause (empty: not paused), and the reason in words.
+        now
+            Seconds.
+        quiet
+            Report none yet.
+        """
         over = [c for c, seen in self._seen.items() if now - seen > _OVER_S]
         for cause in over:
             del self._seen[cause], self._began[cause]
             self._told.discard(cause)
         stages: dict[str, list[str]] = {}
-        for stage, status in statuses.items():
-            if status.cause:
-                stages.setdefault(status.cause, []).append(stage)
-                self._began.setdefault(status.cause, now)
-                self._seen[status.cause] = now
+        for stage, (cause, _) in causes.items():
+            if cause:
+                stages.setdefault(cause, []).append(stage)
+                self._began.setdefault(cause, now)
+                self._seen[cause] = now
         new_events = [
-            (cause, some, statuses[some[-1]].reason)
+            (cause, some, causes[some[-1]][1])
             for cause, some in stages.items()
             if now - self._began[cause] >= self._moment_s and cause not in self._told and not quiet
         ]
@@ -305,8 +307,8 @@ class _CallNotifier(CallObserver):
 
     def _look(self, views: Mapping[str, StageView]) -> None:
         """Send messages for changes. ARM/seed1/grpo is a stage of the trial ARM/seed1."""
-        states = {" ".join(name.rsplit("/", 1)): state_of(view) for name, view in views.items()}
-        for pause in self._pauses.observe(states, self._clock(), quiet=self._sender.quiet):
+        causes = {" ".join(name.rsplit("/", 1)): _pause_of(view) for name, view in views.items()}
+        for pause in self._pauses.observe(causes, self._clock(), quiet=self._sender.quiet):
             self._tell(paused(self.topic, *pause))
 
     @abstractmethod
@@ -371,10 +373,10 @@ class RunNotifier(_CallNotifier):
         return last.outcome.failure if last is not None and last.outcome is not None else "failed"
 
 
-def state_of(view: StageView) -> StageState:
-    """State of a stage, with the cause if it is paused."""
+def _pause_of(view: StageView) -> tuple[str, str]:
+    """Cause of a stage's pause (empty: not paused), and its message."""
     cause = paused_after(view.message) if view.state in ("paused", "waiting") else ""
-    return StageState(cause or ("disk_full" if view.state == "paused" else ""), view.message)
+    return cause or ("disk_full" if view.state == "paused" else ""), view.message
 
 
 class SweepNotifier(_CallNotifier):

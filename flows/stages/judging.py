@@ -39,11 +39,11 @@ from refiner_core.contract.types import (
     REASONING,
     WITHOUT_REASONING,
     Endpoint,
-    FreshJudge,
     Judge,
     JudgeRequest,
     Progress,
     StageIO,
+    StreamingJudge,
 )
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
@@ -256,7 +256,7 @@ def judge_for(work: StageWork) -> Iterator[tuple[Judge, StageIO]]:
         # An evaluation with an occasion of its own is judged again; its attempts share their
         # judgements.
         if work.config.evaluate.occasion and work.spec.kind == "evaluate":
-            judge = judge.fresh(work.stage_id) if isinstance(judge, FreshJudge) else judge
+            judge = judge.fresh(work.stage_id) if isinstance(judge, StreamingJudge) else judge
         yield judge, io
 
 

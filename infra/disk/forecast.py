@@ -94,7 +94,7 @@ class _History(NamedTuple):
     output_bytes: int = 0
 
 
-def history_of(
+def _history_of(
     workspace: Workspace, kind: str, model: str | None = None, script: str | None = None
 ) -> _History:
     """History of stages of a kind; ``model`` (the digest among a plan's sources) restricts it to
@@ -252,7 +252,7 @@ class _Known:
     def __init__(self, workspace: Workspace, size_of_model: SizeOf) -> None:
         self.workspace, self._size_of_model = workspace, size_of_model
         self._sizes: dict[str, ModelSize] = {}
-        self._history = functools.cache(functools.partial(history_of, workspace))
+        self._history = functools.cache(functools.partial(_history_of, workspace))
         self._result = functools.cache(workspace.read_result)
 
     def history(self, stage: PlannedStage) -> _History:

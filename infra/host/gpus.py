@@ -49,7 +49,7 @@ class Gpu(NamedTuple):
     uuid: str
 
 
-class GpuRoom(NamedTuple):
+class FreeGpus(NamedTuple):
     """GPUs of this machine at a moment: their number; how many no other process has; and who has
     the others, in words."""
 
@@ -138,7 +138,7 @@ class GpuPool:
     def __init__(self) -> None:
         self._held: dict[str, dict[Gpu, tuple[socket.socket, ...]]] = {}
 
-    def available(self) -> GpuRoom:
+    def available(self) -> FreeGpus:
         """GPUs now; those that this process holds count as free."""
         gpus, mine = gpus_here(), {gpu.uuid for held in self._held.values() for gpu in held}
         taken = {uuid: by for uuid, by in leases().items() if uuid not in mine}
@@ -148,7 +148,7 @@ class GpuPool:
                 users.setdefault(taken[gpu.uuid], []).append(gpu.name)
         texts = [f"{spans(names)} used by {who}" for who, names in users.items()]
         free = len(gpus) - sum(map(len, users.values()))
-        return GpuRoom(len(gpus), free, ", ".join(texts))
+        return FreeGpus(len(gpus), free, ", ".join(texts))
 
     def share(self, wanted: Mapping[str, int]) -> bool:
         """Hold so many GPUs for each of these stages, and none for any other. False, and nothing

@@ -127,7 +127,7 @@ def summarise(folder: Path) -> dict[str, int]:
     return {"bytes": sum(sizes), "files": len(sizes), "judgements": records}
 
 
-class SegmentWriter:
+class _SegmentWriter:
     """Appends to segments of its own. Not thread-safe.
 
     Parameters
@@ -389,7 +389,7 @@ class WorkspaceStore:
         def on_new(path: Path) -> None:
             keep_small(path, limit_bytes - segment, self._complaints)
 
-        self._writer = SegmentWriter(folder, writer, segment, on_new)
+        self._writer = _SegmentWriter(folder, writer, segment, on_new)
         self._reader = _Reader(folder, self._writer.mine, self._complaints)
         self._table, self._waiting = JudgementIndex(), bytearray()
         self._looked_at = self._try_again_at = -1e9

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from infra.host.gpus import GpuRoom, too_many_gpus
+from infra.host.gpus import FreeGpus, too_many_gpus
 from infra.jobs.dispatcher import Liveness
 from infra.jobs.failures import CLASSES, budget_left, classify, classify_silent_end, outcome_of
 from infra.orchestrator.timeline import first_line
@@ -183,7 +183,7 @@ class Observation:
     short: Mapping[str, str] = field(default_factory=dict)
     checkpoints: frozenset[tuple[str, int]] = frozenset()
     ready: frozenset[tuple[str, int]] = frozenset()
-    gpus: GpuRoom | None = None
+    gpus: FreeGpus | None = None
 
 
 @dataclass(frozen=True)

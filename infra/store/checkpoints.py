@@ -165,9 +165,9 @@ class CheckpointStore:
         read them."""
         found = self._read(self.folder / step_name(step))
         if found is not None:
-            self._set_aside(found, _Damage(why, lasting=True))
+            self._set_aside(found, CheckpointDamage(why, lasting=True))
 
-    def _set_aside(self, checkpoint: CompleteCheckpoint, damage: _Damage) -> None:
+    def _set_aside(self, checkpoint: CompleteCheckpoint, damage: CheckpointDamage) -> None:
         log.warning("checkpoint %s is damaged and skipped: %s", checkpoint.path, damage.description)
         self._passed_over.add(checkpoint.path)
         if not damage.lasting:
@@ -268,14 +268,14 @@ class CheckpointStore:
     def _is_whole(self, checkpoint: CompleteCheckpoint) -> bool:
         """Tell whether a checkpoint can be resumed from; it is read unless it was read since its
         last change. A damaged one is set aside."""
-        damage: _Damage | None
+        damage: CheckpointDamage | None
         try:
             now = _state_of(checkpoint.path)
             if self._whole.get(checkpoint.path) == now:
                 return True
             damage = damage_of(checkpoint)
         except OSError as error:
-            damage = _Damage(f"it cannot be read ({error})", lasting=False)
+            damage = CheckpointDamage(f"it cannot be read ({error})", lasting=False)
         if damage is None:
             self._whole[checkpoint.path] = now
             return True
@@ -324,7 +324,7 @@ def _whole(
         return None
 
 
-class _Damage(NamedTuple):
+class CheckpointDamage(NamedTuple):
     """Damage to a checkpoint that looks complete. ``lasting``: it will never be readable; a read
     error may pass."""
 
@@ -332,7 +332,9 @@ class _Damage(NamedTuple):
     lasting: bool
 
 
-def damage_of(checkpoint: CompleteCheckpoint, names: Iterable[str] | None = None) -> _Damage | None:
+def damage_of(
+    checkpoint: CompleteCheckpoint, names: Iterable[str] | None = None
+) -> CheckpointDamage | None:
     """Difference between a complete checkpoint and what was saved; None if there is none, or it
     has no hashes.
 
@@ -345,11 +347,11 @@ def damage_of(checkpoint: CompleteCheckpoint, names: Iterable[str] | None = None
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             found = list(pool.map(hash_of, (checkpoint.path / name for name in wanted)))
     except (OSError, ValueError, TypeError) as error:
-        return _Damage(f"it cannot be read ({error})", lasting=False)
+        return CheckpointDamage(f"it cannot be read ({error})", lasting=False)
     different = [n for n, digest in zip(wanted, found, strict=True) if digest != hashes[n]]
     if not different:
         return None
-    return _Damage(
+    return CheckpointDamage(
         f"the contents of {', '.join(different)} differ from what was saved", lasting=True
     )
 

@@ -226,7 +226,7 @@ _SNAPSHOT = re.compile(r"[0-9a-f]{16}")  # a worker's packages lie in code/<dige
 DIFF_LIMIT_BYTES = 1 << 20
 
 
-class _Checkout(NamedTuple):
+class Checkout(NamedTuple):
     """The git state of the code: ``diff`` is the text of uncommitted changes.
 
     ``dirty`` is None if git did not answer in time.
@@ -237,7 +237,7 @@ class _Checkout(NamedTuple):
     diff: str
 
 
-def run_provenance(command: Sequence[str], code: str, checkout: _Checkout) -> dict[str, Any]:
+def run_provenance(command: Sequence[str], code: str, checkout: Checkout) -> dict[str, Any]:
     """Values for a run record. Save ``checkout.diff`` beside it with :func:`limited_diff`."""
     diff = checkout.diff.encode()
     return {
@@ -292,7 +292,7 @@ def host() -> dict[str, Any]:
     }
 
 
-def checkout_of(file: Path | None = None) -> _Checkout:
+def checkout_of(file: Path | None = None) -> Checkout:
     """The git state of the checkout that ``file`` (default: this module) is part of.
 
     A repository that only contains the code, such as a user's own with a `.venv`, does not count.
@@ -302,12 +302,12 @@ def checkout_of(file: Path | None = None) -> _Checkout:
     known = _git(file.parent, "ls-files", "--error-unmatch", "--", file.name)
     commit = None if known is None else _git(file.parent, "rev-parse", "HEAD")
     if commit is None:
-        return _Checkout(None, False, "")
+        return Checkout(None, False, "")
     packages = [str(file.parents[2] / name) for name in PACKAGES]
     diff = _git(file.parent, "diff", "HEAD")
     new = _git(file.parent, "ls-files", "--others", "--exclude-standard", "--", *packages)
     dirty = None if diff is None or new is None else bool(diff.strip() or new.strip())
-    return _Checkout(commit.strip(), dirty, diff or "")
+    return Checkout(commit.strip(), dirty, diff or "")
 
 
 def limited_diff(diff: str, limit: int = DIFF_LIMIT_BYTES) -> str:

@@ -76,7 +76,7 @@ class Judge(Protocol):
 
 @runtime_checkable
 class StreamingJudge(Judge, Protocol):
-    """A judge that works while its caller does something else."""
+    """A judge that works while its caller does something else, and remembers answers."""
 
     def submit(self, requests: Sequence[JudgeRequest]) -> Callable[[], list[Judgement]]:
         """Start judging and return at once: a function that waits for the judgements, one per
@@ -84,11 +84,6 @@ class StreamingJudge(Judge, Protocol):
 
     def usage(self) -> JudgeUsage:
         """Usage since it was created."""
-
-
-@runtime_checkable
-class FreshJudge(StreamingJudge, Protocol):
-    """A judge that remembers answers, and can be used as if it did not."""
 
     def fresh(self, mark: str) -> StreamingJudge:
         """The same judge, which remembers only questions asked under ``mark``.

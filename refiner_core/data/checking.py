@@ -59,7 +59,7 @@ _HASHES, _BANDS, _PRIME = 32, 8, (1 << 31) - 1
 
 
 @dataclass(frozen=True)
-class _RowProblem:
+class RowProblem:
     """One row that a run would refuse (``refused``) or drop."""
 
     line: int
@@ -68,7 +68,7 @@ class _RowProblem:
     fix: str
 
 
-class _NearRepetition(NamedTuple):
+class NearRepetition(NamedTuple):
     """A held-out question that nearly repeats a training question: lines, and the share."""
 
     training_line: int
@@ -102,12 +102,12 @@ class DataCheck:
     which: Which
     rows: int
     usable: int
-    problems: tuple[_RowProblem, ...]
+    problems: tuple[RowProblem, ...]
     lengths: Mapping[str, Mapping[str, int]]
     windows: Mapping[str, int]
     questions: int
     held_out: int
-    near: tuple[_NearRepetition, ...]
+    near: tuple[NearRepetition, ...]
 
     @property
     def refused(self) -> int:
@@ -136,18 +136,18 @@ def check_rows(
         The file has no rows, or cannot be read at all.
     """
     selection = RowSelection(config, which, tokenizer, None)
-    problems, seen, kept, count = list[_RowProblem](), set[str](), list[tuple[int, DataRow]](), 0
+    problems, seen, kept, count = list[RowProblem](), set[str](), list[tuple[int, DataRow]](), 0
     for count, raw in enumerate(read_all_rows(selection.source), start=1):
         progress(count, 0)
         line = raw.line if isinstance(raw, RawRow) else _line_of(raw, count)
         row = parse_any_row(raw, which)
         if isinstance(row, DataError):
             reason = row.what.partition(f":{line} ")[2] or row.what
-            problems.append(_RowProblem(line, True, f"{reason}; expected {row.expected}", row.fix))
+            problems.append(RowProblem(line, True, f"{reason}; expected {row.expected}", row.fix))
             continue
         reason = selection.reason_to_drop(row, seen) or _too_long(selection, row)
         if reason:
-            problems.append(_RowProblem(line, False, *DROPPED[reason]))
+            problems.append(RowProblem(line, False, *DROPPED[reason]))
             continue
         seen.add(row.content_key)
         kept.append((line, row))
@@ -190,7 +190,7 @@ def _too_long(selection: RowSelection, row: DataRow) -> str:
 
 def _near_repetitions(
     kept: Sequence[tuple[int, DataRow]], is_held_out: Sequence[bool]
-) -> list[_NearRepetition]:
+) -> list[NearRepetition]:
     """Pairs of questions across the split that share most of their words, by MinHash: candidates
     agree in a band of hashes, and are then compared exactly."""
     if not any(is_held_out):
@@ -204,7 +204,7 @@ def _near_repetitions(
         least = ((factors[0] * hashes + factors[1]) % _PRIME).min(axis=1)
         for band, part in enumerate(least.reshape(_BANDS, -1)):
             buckets.setdefault((band, part.tobytes()), []).append(index)
-    found: dict[int, _NearRepetition] = {}
+    found: dict[int, NearRepetition] = {}
     for members in buckets.values():
         held = [i for i in members if is_held_out[i] and i not in found]
         trained = [i for i in members if not is_held_out[i]] if held else []
@@ -212,7 +212,7 @@ def _near_repetitions(
             for other in trained[:_MOST_COMPARED]:
                 share = len(words[one] & words[other]) / len(words[one] | words[other])
                 if share >= NEAR:
-                    found[one] = _NearRepetition(
+                    found[one] = NearRepetition(
                         kept[other][0], kept[one][0], round(share, 3), kept[one][1].question
                     )
                     break

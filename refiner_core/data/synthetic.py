@@ -162,7 +162,7 @@ def _evidence(
     return found
 
 
-def draw_scene(rng: random.Random) -> _Scene:
+def _draw_scene(rng: random.Random) -> _Scene:
     """Draw a question and the search result that answers it."""
     asked = _ask(rng)
     while len({fact.value for fact in asked}) < len(asked):
@@ -270,7 +270,7 @@ def generate_rows(kind: Kind, n: int, seed: int) -> list[dict[str, Any]]:
 
 def _row(kind: Kind, seed: int, index: int) -> dict[str, Any]:
     rng = random.Random(f"refiner-synthetic-1/{kind}/{seed}/{index}")
-    scene = draw_scene(rng)
+    scene = _draw_scene(rng)
     metadata: dict[str, Any] = {
         "sample_id": f"synthetic-{kind}-{seed}-{index:05d}",
         "tool_query": f"{scene.asked[0].entity} {scene.asked[0].attribute}",

@@ -37,7 +37,7 @@ _WRONG_VALUE = {"type": ["object"]}
 Level = Literal["error", "warning"]
 
 
-class _EnvironmentFinding(NamedTuple):
+class EnvironmentFinding(NamedTuple):
     """``where`` is a split, domain, tool or task; ``what`` describes the problem."""
 
     level: Level
@@ -48,12 +48,12 @@ class _EnvironmentFinding(NamedTuple):
 class EnvironmentCheck(NamedTuple):
     """Findings of a check. ``tasks`` counts the tried tasks, by split."""
 
-    findings: tuple[_EnvironmentFinding, ...]
+    findings: tuple[EnvironmentFinding, ...]
     tasks: dict[str, int]
     expert_solved: int | None
 
     @property
-    def errors(self) -> tuple[_EnvironmentFinding, ...]:
+    def errors(self) -> tuple[EnvironmentFinding, ...]:
         """Findings that would break a run."""
         return tuple(f for f in self.findings if f.level == "error")
 
@@ -85,29 +85,29 @@ def check_environment(
 _Found = Iterator[tuple[Level, str]]
 
 
-def _guarded(where: str, tried: _Found) -> Iterator[_EnvironmentFinding]:
+def _guarded(where: str, tried: _Found) -> Iterator[EnvironmentFinding]:
     """Findings at one place, including exceptions."""
     try:
         for level, what in tried:
-            yield _EnvironmentFinding(level, where, what)
+            yield EnvironmentFinding(level, where, what)
     except InfrastructureError as error:
-        yield _EnvironmentFinding(
+        yield EnvironmentFinding(
             "error", where, f"the infrastructure failed ({error.kind}): {error.what}"
         )
     except Exception as error:
-        yield _EnvironmentFinding("error", where, f"it raises {type(error).__name__}: {error}")
+        yield EnvironmentFinding("error", where, f"it raises {type(error).__name__}: {error}")
 
 
-def _of_tasks(by_split: dict[str, tuple[Task, ...]]) -> Iterator[_EnvironmentFinding]:
+def _of_tasks(by_split: dict[str, tuple[Task, ...]]) -> Iterator[EnvironmentFinding]:
     names = Counter(task.id for tasks in by_split.values() for task in tasks)
     for name, count in names.items():
         if count > 1:
-            yield _EnvironmentFinding(
+            yield EnvironmentFinding(
                 "error", name, f"{count} tasks have this id, in one split or several"
             )
     for split, tasks in by_split.items():
         if not tasks:
-            yield _EnvironmentFinding("error", split, "the split has no tasks")
+            yield EnvironmentFinding("error", split, "the split has no tasks")
 
 
 def _of_no_split(environment: Environment) -> _Found:
@@ -117,22 +117,22 @@ def _of_no_split(environment: Environment) -> _Found:
             yield "error", "there is no such split, and it has tasks: a typing error passes"
 
 
-def _of_domain(environment: Environment, domain: str) -> Iterator[_EnvironmentFinding]:
+def _of_domain(environment: Environment, domain: str) -> Iterator[EnvironmentFinding]:
     tools = environment.tools(domain)
     names = [tool.name for tool in tools]
     if not environment.policy(domain).strip():
-        yield _EnvironmentFinding("warning", domain, "the policy is empty")
+        yield EnvironmentFinding("warning", domain, "the policy is empty")
     for name in sorted({n for n in names if names.count(n) > 1}):
-        yield _EnvironmentFinding("error", f"{domain}.{name}", "two tools have this name")
+        yield EnvironmentFinding("error", f"{domain}.{name}", "two tools have this name")
     for wanted, what in ((environment.speak, "speaks to the user"), (environment.finish, "ends")):
         if wanted and wanted not in names:
-            yield _EnvironmentFinding("error", domain, f"no tool {wanted!r}, which {what}")
+            yield EnvironmentFinding("error", domain, f"no tool {wanted!r}, which {what}")
     for tool in tools:
         where = f"{domain}.{tool.name}"
         if tool.parameters.get("type") != "object":
-            yield _EnvironmentFinding("error", where, "its parameters are no schema of type object")
+            yield EnvironmentFinding("error", where, "its parameters are no schema of type object")
         if not tool.description.strip():
-            yield _EnvironmentFinding("warning", where, "it has no description")
+            yield EnvironmentFinding("warning", where, "it has no description")
 
 
 def _of_task(environment: Environment, task: Task) -> _Found:

@@ -70,7 +70,7 @@ class _Frame(NamedTuple):
         return filled + self.texts[len(contents)]
 
 
-class _TurnTemplate:
+class TurnTemplate:
     """The parts of a tokenizer's chat template; made by :func:`turn_template`.
 
     Raises
@@ -279,7 +279,7 @@ def changes_pieces(so: str) -> ConfigurationError:
     )
 
 
-def turn_template(tokenizer: Any) -> _TurnTemplate:
+def turn_template(tokenizer: Any) -> TurnTemplate:
     """The parts of a tokenizer's chat template, cached.
 
     Raises
@@ -291,8 +291,8 @@ def turn_template(tokenizer: Any) -> _TurnTemplate:
 
 
 @lru_cache(maxsize=4)
-def _turn_template(tokenizer: Any, chat_template: str) -> _TurnTemplate:
-    return _TurnTemplate(tokenizer)
+def _turn_template(tokenizer: Any, chat_template: str) -> TurnTemplate:
+    return TurnTemplate(tokenizer)
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:

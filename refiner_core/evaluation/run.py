@@ -37,12 +37,12 @@ from refiner_core.contract.errors import DataError
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import (
     Completion,
-    FreshJudge,
     Generator,
     Judge,
     PromptRow,
     RewardResult,
     StageIO,
+    StreamingJudge,
 )
 from refiner_core.data.prepared import load_prompts
 from refiner_core.data.random_baseline import random_baseline_answers
@@ -194,7 +194,7 @@ def evaluate_model(
         )
     units = units_of(config, prompts, COPIER)
     fresh = None
-    if mark and config.evaluate.fresh_reference and isinstance(judge, FreshJudge):
+    if mark and config.evaluate.fresh_reference and isinstance(judge, StreamingJudge):
         fresh = judge.fresh(mark)
     window = max(len(row.prompt_ids) for row in prompts) + config.grpo.response_length
     work, rows = work_units(
@@ -216,7 +216,7 @@ def evaluate_model(
         for decoding in config.evaluate.decoding
     ]
     told: dict[str, Any] = {}
-    if isinstance(judge, FreshJudge):
+    if isinstance(judge, StreamingJudge):
         told = {"reference_fresh": fresh is not None}
     usage, names = work.usage(), (model_name, model_ref)
     copied = (COPIER, rows[COPIER])

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.types import CUT_SHORT, REASONING, UNPARSABLE, Judgement, JudgeRequest
-from refiner_core.judges.prompting import ChatMessage, JudgePrompts, load_judge_prompts
+from refiner_core.judges.prompting import JudgePrompts, load_judge_prompts
 
 #: The scale is 0 to 2, so that "in part" has its own integer.
 MAX_SCORE = 2.0
@@ -206,7 +206,7 @@ class ChatCall:
     """
 
     requests: tuple[JudgeRequest, ...]
-    messages: tuple[ChatMessage, ...]
+    messages: tuple[dict[str, str], ...]
     keys: tuple[bytes, ...]
     schema: _Schema | None = None
     batched: bool = False
@@ -388,7 +388,7 @@ def marked(calls: Sequence[ChatCall], mark: str) -> list[ChatCall]:
     return [replace(call, keys=tuple(map(key_of, call.keys))) for call in calls]
 
 
-def _keys(base: bytes, messages: Sequence[ChatMessage], count: int) -> tuple[bytes, ...]:
+def _keys(base: bytes, messages: Sequence[Mapping[str, str]], count: int) -> tuple[bytes, ...]:
     whole = hashlib.sha256(base)
     for message in messages:
         text = message["content"].encode("utf-8", "replace")

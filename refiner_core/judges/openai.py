@@ -112,7 +112,7 @@ class OpenAIJudge:
 
     def fresh(self, mark: str) -> OpenAIJudge:
         """The same judge without its memory, under this mark (and that of the judge itself); see
-        :class:`~refiner_core.contract.types.FreshJudge`."""
+        :class:`~refiner_core.contract.types.StreamingJudge`."""
         self._running()
         twin = copy.copy(self)
         twin._mark, twin._whole = "\x1e".join(filter(None, (self._mark, mark))), self

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.files import readable
@@ -65,13 +65,6 @@ _FENCE, _FENCE_BEFORE = 32, 12
 _retained: dict[tuple[str, str], JudgePrompts] = {}
 
 
-class ChatMessage(TypedDict):
-    """One chat message."""
-
-    role: str
-    content: str
-
-
 class _Prompt(NamedTuple):
     system: str
     user: str
@@ -101,7 +94,7 @@ class JudgePrompts:
         parts = [f"{kind}\x1f{p.system}\x1f{p.user}" for kind, p in used]
         return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
 
-    def render(self, request: JudgeRequest) -> list[ChatMessage]:
+    def render(self, request: JudgeRequest) -> list[dict[str, str]]:
         """The chat messages of one request."""
         labels = _LABELS[request.kind]
         values = {
@@ -110,7 +103,7 @@ class JudgePrompts:
         }
         return _filled(self._of(request.kind), values)
 
-    def render_batch(self, requests: Sequence[JudgeRequest]) -> list[ChatMessage]:
+    def render_batch(self, requests: Sequence[JudgeRequest]) -> list[dict[str, str]]:
         """The chat messages of all rubrics of one answer, numbered from 1.
 
         ``requests`` have the same question and text.
@@ -212,11 +205,11 @@ def fence(label: str, text: str, digits: int = _FENCE) -> str:
     return f"<{tag}>\n{text}\n</{tag}>"
 
 
-def _filled(prompt: _Prompt, values: Mapping[str, str]) -> list[ChatMessage]:
+def _filled(prompt: _Prompt, values: Mapping[str, str]) -> list[dict[str, str]]:
     # One pass: inserted values are not filled again.
     user = _PLACE.sub(lambda match: values.get(match[1], match[0]), prompt.user)
-    system = [ChatMessage(role="system", content=prompt.system)] if prompt.system else []
-    return [*system, ChatMessage(role="user", content=user)]
+    system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    return [*system, {"role": "user", "content": user}]
 
 
 @functools.cache

@@ -25,7 +25,7 @@ A repeated number (same weights, same protocol) counts in every night that has i
 was measured once: the state of the model persists, and the three errors guard against chance.
 
 The prompts are the same every night, so their difficulty cancels out: per prompt, now minus
-then, and a t interval over prompts (:class:`_Shift`). This misses effects that move all prompts
+then, and a t interval over prompts (:class:`NightShift`). This misses effects that move all prompts
 at once (a server under load, other batches). The canary shows them: its weights never change, so
 the spread of its own nights is pure noise. It is estimated from *successive* nights (their median
 absolute difference), so that one real shift of the canary does not count as spread. A difference
@@ -83,14 +83,14 @@ class Values(NamedTuple):
         return float(self.values.mean()) if len(self.values) else math.nan
 
 
-class _Noise(NamedTuple):
+class NightNoise(NamedTuple):
     """Spread of one night's mean beyond that over prompts, and its precision."""
 
     spread: float = 0.0
     freedom: int = 1
 
 
-class _Shift(NamedTuple):
+class NightShift(NamedTuple):
     """Now minus then over ``n`` common prompts.
 
     ``error`` of the mean over prompts, and ``noise`` of the included nights.
@@ -99,7 +99,7 @@ class _Shift(NamedTuple):
     difference: float
     error: float
     n: int
-    noise: _Noise = _Noise()
+    noise: NightNoise = NightNoise()
 
     def beyond(self, sigmas: float) -> bool:
         """True if it exceeds ``sigmas`` errors of both kinds, at the tails of t distributions:
@@ -125,23 +125,23 @@ class _Shift(NamedTuple):
         return (self.difference > 0) - (self.difference < 0)
 
 
-_NONE = _Noise()
+_NONE = NightNoise()
 
 
-def compare(now: Values, then: Values, noise: _Noise = _NONE) -> _Shift:
+def compare(now: Values, then: Values, noise: NightNoise = _NONE) -> NightShift:
     """Now minus then on the common prompts; ``noise`` is that of one night."""
     _, (new, old) = _paired(now, then)
     return shift_of(new - old, noise)
 
 
-def shift_of(differences: Floats, noise: _Noise = _NONE, nights: int = 2) -> _Shift:
+def shift_of(differences: Floats, noise: NightNoise = _NONE, nights: int = 2) -> NightShift:
     """The mean of differences per prompt; ``nights`` is the number of nights whose noise it has."""
     n = len(differences)
     if n < 2:
-        return _Shift(float(differences.sum()), math.inf, n, noise)
+        return NightShift(float(differences.sum()), math.inf, n, noise)
     error = float(differences.std(ddof=1)) / math.sqrt(n)
-    whole = _Noise(math.sqrt(nights) * noise.spread, noise.freedom)
-    return _Shift(float(differences.mean()), error, n, whole)
+    whole = NightNoise(math.sqrt(nights) * noise.spread, noise.freedom)
+    return NightShift(float(differences.mean()), error, n, whole)
 
 
 def apart(now: Values, then: Values, canary_now: Values, canary_then: Values) -> Floats:
@@ -150,13 +150,13 @@ def apart(now: Values, then: Values, canary_now: Values, canary_then: Values) ->
     return (new - old) - (after - before)
 
 
-def night_noise(means: Sequence[float]) -> _Noise:
+def night_noise(means: Sequence[float]) -> NightNoise:
     """Spread of one night's mean, from the canary's nights so far, in order."""
     if len(means) < 2:
         return _NONE
     steps = np.abs(np.diff(np.asarray(means, dtype=float)))
     freedom = 1 + len(steps) // _STEPS_A_DEGREE
-    return _Noise(float(np.median(steps)) / _MEDIAN_DIFFERENCE, freedom)
+    return NightNoise(float(np.median(steps)) / _MEDIAN_DIFFERENCE, freedom)
 
 
 def mean_of(nights: Sequence[Values]) -> Values:
@@ -237,8 +237,8 @@ class Change:
     night: str
     nights: tuple[str, ...]
     since: str
-    shift: _Shift
-    canary: _Shift | None
+    shift: NightShift
+    canary: NightShift | None
     facts: Mapping[str, tuple[str, str]]
     weights: bool
 
@@ -255,7 +255,7 @@ class _Level(NamedTuple):
 
 def read_series(
     points: Sequence[NightPoint], canary: Sequence[NightPoint] | None, *, smallest: float = 0.0
-) -> tuple[tuple[Change, ...], _Noise]:
+) -> tuple[tuple[Change, ...], NightNoise]:
     """Changes of a series, from its first night to its last, and the canary's noise.
 
     Parameters
@@ -299,7 +299,7 @@ class _Reader:
         if direction and len(agreeing) >= NEEDED:
             self._change(direction, agreeing, noise)
 
-    def _change(self, direction: int, agreeing: Sequence[NightPoint], noise: _Noise) -> None:
+    def _change(self, direction: int, agreeing: Sequence[NightPoint], noise: NightNoise) -> None:
         new = _Level(mean_of([p.values for p in agreeing]), tuple(agreeing))
         old, last = self.level, agreeing[-1]
         then = old.nights[-1]
@@ -323,7 +323,7 @@ class _Reader:
         self.before, self.level = old, new
         self.recent.clear()
 
-    def _is_back(self, new: _Level, direction: int, noise: _Noise) -> bool:
+    def _is_back(self, new: _Level, direction: int, noise: NightNoise) -> bool:
         """True if the series is back at the level before its last change, or past it."""
         if self.before is None or self.changes[-1].direction == direction:
             return False
@@ -336,7 +336,9 @@ class _Reader:
         there = [self.canary[n] for n in nights if n in self.canary]
         return mean_of(there) if there else None
 
-    def _cause(self, new: _Level, old: _Level, noise: _Noise) -> tuple[Cause, _Shift | None]:
+    def _cause(
+        self, new: _Level, old: _Level, noise: NightNoise
+    ) -> tuple[Cause, NightShift | None]:
         """The cause of a change, and the canary's shift if it was measured."""
         if self.is_canary:
             return "drift", None
@@ -376,7 +378,7 @@ def reportable(changes: Sequence[Change], when: When, *, canary: bool) -> list[C
 ValuesOf = Callable[[NightRow, str], Values | None]
 
 
-class _Key(NamedTuple):
+class SeriesKey(NamedTuple):
     """Key of comparable nights. ``protocol`` is that of the metric."""
 
     checkpoint: str
@@ -398,11 +400,11 @@ class NightSeries:
     the canary's.
     """
 
-    key: _Key
+    key: SeriesKey
     canary: bool
     protocol_name: str
     rows: tuple[NightRow, ...]
-    noise: _Noise
+    noise: NightNoise
     told: tuple[Change, ...]
 
     @property
@@ -413,12 +415,12 @@ class NightSeries:
 
 def series_of(nights: Sequence[NightRow], values_of: ValuesOf, alerts: Alerts) -> list[NightSeries]:
     """All series of the watched metrics, the canary's first."""
-    grouped: dict[_Key, list[NightRow]] = {}
+    grouped: dict[SeriesKey, list[NightRow]] = {}
     for row in sorted(nights, key=lambda r: (not r.canary, r.night)):
         for metric in alerts.metrics:
             if metric in row.numbers:
                 protocol = str(row.numbers[metric]["protocol"])
-                key = _Key(row.checkpoint, protocol, row.decoding, metric)
+                key = SeriesKey(row.checkpoint, protocol, row.decoding, metric)
                 grouped.setdefault(key, []).append(row)
     points = {key: _points(found, key.metric, values_of) for key, found in grouped.items()}
     canaries = {k[1:]: points[k] for k, found in grouped.items() if found[-1].canary}

@@ -1,7 +1,7 @@
 """Checks of rubrics before training on them.
 
 In: a file with a rubric set, or a file of rows with their own rubrics. Out: :class:`RubricCheck`,
-with every :class:`_RubricFinding` and its place; :data:`RULES` has the reasons and fixes. An
+with every :class:`RubricFinding` and its place; :data:`RULES` has the reasons and fixes. An
 ``error`` is refused or counted wrongly by the reward; a ``warning`` is usually wording that
 inverts a judgement or makes the judge guess, found by patterns that accept usual
 wording. No judge is called. Unlike loading, a check continues after an error, so that one run
@@ -38,7 +38,7 @@ class _Rule(NamedTuple):
 
 
 @dataclass(frozen=True, order=True)
-class _RubricFinding:
+class RubricFinding:
     """One problem.
 
     Attributes
@@ -208,7 +208,7 @@ class RubricCheck:
 
     name: str
     form: Literal["set", "rows"]
-    findings: list[_RubricFinding] = field(default_factory=list)
+    findings: list[RubricFinding] = field(default_factory=list)
     rubrics: int = 0
     rows: int = 0
     rows_without: int = 0
@@ -223,7 +223,7 @@ class RubricCheck:
         """Number of warnings."""
         return len(self.findings) - self.errors
 
-    def by_rule(self) -> dict[str, list[_RubricFinding]]:
+    def by_rule(self) -> dict[str, list[RubricFinding]]:
         """Findings of each rule, errors first, then the most frequent."""
         counts = Counter(f.rule for f in self.findings)
         order = sorted(counts, key=lambda r: (RULES[r].severity != "error", -counts[r], r))
@@ -231,7 +231,7 @@ class RubricCheck:
 
     def add(self, line: int, rule: str, what: str, place: str = "", title: str = "") -> None:
         """Add one finding."""
-        self.findings.append(_RubricFinding(line, place, title, rule, what))
+        self.findings.append(RubricFinding(line, place, title, rule, what))
 
 
 def check_file(name: str) -> RubricCheck:

@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -56,15 +56,7 @@ class Rubric:
         return -self.weight if self.polarity == "negative" else self.weight
 
 
-class _RubricEntry(TypedDict):
-    """One rubric in normal form."""
-
-    title: str
-    description: str
-    weight: float
-
-
-def normalise_rubrics(obj: Any) -> dict[str, list[_RubricEntry]]:
+def normalise_rubrics(obj: Any) -> dict[str, list[dict[str, Any]]]:
     """Normalise a row's rubrics to ``{"positive_rubrics": […], "negative_rubrics": […]}``.
 
     Entries have ``title``, ``description`` and ``weight`` (default 1; not below 0 in
@@ -83,7 +75,7 @@ def normalise_rubrics(obj: Any) -> dict[str, list[_RubricEntry]]:
     DataError
         Names the invalid part. The caller adds file and line.
     """
-    result: dict[str, list[_RubricEntry]] = {"positive_rubrics": [], "negative_rubrics": []}
+    result: dict[str, list[dict[str, Any]]] = {"positive_rubrics": [], "negative_rubrics": []}
     for key, position, entry in rubric_entries(obj):
         normal, negative = normal_entry(entry, f"{key}[{position}]")
         listed_negative = _KEYS.get(key) == "negative"
@@ -142,7 +134,7 @@ def rubric_entries(obj: Any) -> list[tuple[str, int, Any]]:
     return entries
 
 
-def normal_entry(entry: Any, where: str) -> tuple[_RubricEntry, bool]:
+def normal_entry(entry: Any, where: str) -> tuple[dict[str, Any], bool]:
     """The normal form of one entry, and whether its weight is below 0. Errors name ``where``."""
     if not isinstance(entry, Mapping):
         raise _unfit(f"`{where}` is {entry!r:.60}", "an object with a description")
@@ -156,7 +148,7 @@ def normal_entry(entry: Any, where: str) -> tuple[_RubricEntry, bool]:
     if abs(weight) > MAX_WEIGHT:
         raise _unfit(f"`{where}.weight` is {weight!r:.60}", f"at most {MAX_WEIGHT:g}")
     title = _text(entry, "title", where) or description[:60]
-    normal = _RubricEntry(title=title, description=description, weight=abs(float(weight)))
+    normal = {"title": title, "description": description, "weight": abs(float(weight))}
     return normal, weight < 0
 
 

@@ -57,6 +57,9 @@ class ThreadedJudge:
 
         return result
 
+    def fresh(self, mark: str) -> ThreadedJudge:  # it remembers nothing
+        return self
+
     def usage(self) -> JudgeUsage:
         answers = {200: self._asked} if self._asked else {}
         return JudgeUsage(

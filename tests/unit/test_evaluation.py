@@ -327,6 +327,7 @@ def test_a_stopped_evaluation_continues_to_the_same_numbers(
     assert len(script.seen) == 24  # greedy was finished before
     expected, found = as_model(whole, "grpo"), load_results(folder)
     usage = found.pop("judge_usage", None)
+    found.pop("reference_fresh", None)  # noted for judges that remember answers
     assert found == expected
     for name in ("samples-greedy.parquet", "samples-sampled.parquet"):
         assert load_samples(folder / name) == load_samples(whole / name)

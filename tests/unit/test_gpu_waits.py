@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from infra.host.gpus import GpuRoom
+from infra.host.gpus import FreeGpus
 from infra.orchestrator.reconcile import (
     Action,
     AttemptStatus,
@@ -34,7 +34,7 @@ SERVING = [*DONE, (JUDGE, record(JUDGE, attempt(1)))]
 
 
 def decide(
-    room: GpuRoom,
+    room: FreeGpus,
     records: list[tuple[PlannedStage, StageRecord]] = DONE,
     *,
     ready: bool = False,
@@ -52,31 +52,31 @@ def decide(
 
 def test_a_judge_starts_only_with_its_trainers_gpus_and_these_are_kept() -> None:
     """Two runs whose judges took two GPUs each would leave four for two trainers of six."""
-    enough = decide(GpuRoom(8, 8))
+    enough = decide(FreeGpus(8, 8))
     assert enough["judge"] == Launch(JUDGE, 0)
     assert enough["grpo"] == Wait(GRPO, "waits until judge answers", gpus=6)
-    short = decide(GpuRoom(8, 7, "3 used by sft-1 of ann"))
+    short = decide(FreeGpus(8, 7, "3 used by sft-1 of ann"))
     assert isinstance(short["judge"], Wait)
     assert short["grpo"] == Wait(GRPO, "waits for 8 GPUs: 7 of 8 free, 3 used by sft-1 of ann")
 
 
 def test_a_judge_that_serves_has_its_gpus_already() -> None:
-    starts = decide(GpuRoom(8, 6, "0-1 used by serve-1 of me"), SERVING, ready=True)
+    starts = decide(FreeGpus(8, 6, "0-1 used by serve-1 of me"), SERVING, ready=True)
     assert starts["grpo"] == Launch(GRPO, 0)
-    waits = decide(GpuRoom(8, 5, "…"), SERVING, ready=True)
+    waits = decide(FreeGpus(8, 5, "…"), SERVING, ready=True)
     assert isinstance(waits["grpo"], Wait)
     assert isinstance(waits["judge"], Serve)
     assert not waits["judge"].wanted, "its GPUs must not block another run for ever"
 
 
 def test_stages_of_one_call_share_what_is_free() -> None:
-    actions = decide(GpuRoom(8, 8), [DONE[0]])
+    actions = decide(FreeGpus(8, 8), [DONE[0]])
     assert [n for n, a in actions.items() if isinstance(a, Wait) and a.gpus] == ["grpo"]
     assert actions["evaluate-base"] == Wait(BASE, "waits for 1 GPU: 0 of 8 free")
 
 
 def test_a_stage_that_never_fits_fails_at_once_and_says_what_to_do() -> None:
-    action = decide(GpuRoom(4, 4))["grpo"]
+    action = decide(FreeGpus(4, 4))["grpo"]
     assert isinstance(action, Fail)
     assert action.outcome.exit_code == 8
     assert "8 GPUs of this machine at the same time (6 for grpo and 2 for judge)" in str(
@@ -85,4 +85,4 @@ def test_a_stage_that_never_fits_fails_at_once_and_says_what_to_do() -> None:
 
 
 def test_a_clusters_jobs_do_not_wait_for_this_machines_gpus() -> None:
-    assert decide(GpuRoom(0, 0), SERVING, ready=True, local=False)["grpo"] == Launch(GRPO, 0)
+    assert decide(FreeGpus(0, 0), SERVING, ready=True, local=False)["grpo"] == Launch(GRPO, 0)

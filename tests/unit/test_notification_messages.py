@@ -13,7 +13,7 @@ import pytest
 
 from flows.notifying import notifiers as words
 from flows.notifying import sender
-from flows.notifying.notifiers import Pauses, StageState, SweepNotifier, Topic
+from flows.notifying.notifiers import Pauses, SweepNotifier, Topic
 from flows.notifying.sender import ChannelError
 from flows.running.calls import warn_of_silence
 from flows.sweeping.admission import TrialVerdict
@@ -54,12 +54,12 @@ def test_a_message_is_short_and_has_no_credentials() -> None:
 # ---------------------------------------------------------------- pauses
 
 
-def told(pauses: Pauses, *statuses: StageState, every_s: float = 10.0) -> list[float]:
+def told(pauses: Pauses, *statuses: tuple[str, str], every_s: float = 10.0) -> list[float]:
     times = [number_ * every_s for number_ in range(len(statuses))]
     return [t for t, s in zip(times, statuses, strict=True) if pauses.observe({"grpo": s}, t)]
 
 
-OUT, TRIES = StageState("judge_outage", "pauses after judge outage, 30 s more"), StageState()
+OUT, TRIES = ("judge_outage", "pauses after judge outage, 30 s more"), ("", "")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Turns of conversations on one model sample what single calls sample."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from refiner_core.generation import turns as turns_module
 from refiner_core.generation.completions import LockstepTurns, turn_generator
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.generation.turns import _SlotCache
-from refiner_core.training.rollouts.policies import CopyPolicy, SamplingCancelled
+from refiner_core.training.rollouts.policies import CopyPolicy
 from tests.support.tiny_training import tiny_model, tiny_tokenizer
 from tests.support.turn_script import Script
 
@@ -228,6 +229,6 @@ def test_a_copy_of_the_model_samples_turns_until_it_is_cancelled(model: Any) -> 
                 policy.cancel()
             return super().take(room, wait=wait)
 
-    with pytest.raises(SamplingCancelled):
+    with pytest.raises(CancelledError):
         policy.turns(Cancelling())
     assert policy.cancelled()

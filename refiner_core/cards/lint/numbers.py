@@ -96,7 +96,7 @@ class _PrintedNumber:
         return self.decimals == 0 and not self.percent and not self.hedged and self.value >= 0
 
 
-def parse_figure(text: str) -> _PrintedNumber | None:
+def _parse_figure(text: str) -> _PrintedNumber | None:
     """The number that makes up a cell, or None for anything else."""
     found = _FIGURE.fullmatch(text.strip())
     if found is None or not any(c.isdigit() for c in found["value"]):
@@ -203,15 +203,15 @@ def quantities(document: Document) -> list[_Quantity]:
     return [_with_n(q, found) for q in found]
 
 
-def figures_of(table: Table) -> list[list[_PrintedNumber | None]]:
+def _figures_of(table: Table) -> list[list[_PrintedNumber | None]]:
     """The numbers of a table, by row and column."""
-    return [[parse_figure(cell) for cell in row.cells] for row in table.rows]
+    return [[_parse_figure(cell) for cell in row.cells] for row in table.rows]
 
 
 def _of_table(table: Table) -> Iterator[_Quantity]:
     """The numbers of a table whose columns, or else whose rows, are metrics."""
     columns, rows = list(table.header[1:]), [row.cells[0] for row in table.rows]
-    grid = [row[1:] for row in figures_of(table)]
+    grid = [row[1:] for row in _figures_of(table)]
     lines = [[row.line] * len(columns) for row in table.rows]
     cases = next((c for c, header in enumerate(columns) if counts_cases(header)), None)
     counts = [None if cases is None else row[cases] for row in grid]
@@ -278,7 +278,7 @@ def totals(table: Table) -> Iterator[CardFinding]:
     counts, metrics are means (or sums) of their parts."""
     labels = [_TOTAL.fullmatch(row.cells[0]) for row in table.rows]
     summed = [r for r, found in enumerate(labels) if found]
-    figures = figures_of(table)
+    figures = _figures_of(table)
     if len(summed) != 1 or len(figures) < 3:
         return
     ((at, found),) = ((r, found) for r, found in enumerate(labels) if found)
@@ -365,7 +365,7 @@ def impossible_shares(
     for paragraph in document.paragraphs:
         counts = _COUNTS.search(paragraph.text) is not None
         for found in _OF_CASES.finditer(paragraph.text):
-            figure, n = parse_figure(found["share"]), whole_number(found["n"] or found["cases"])
+            figure, n = _parse_figure(found["share"]), whole_number(found["n"] or found["cases"])
             if figure is None or not 0 < n <= _MOST_CASES or (found["n"] and not counts):
                 continue
             if figure.value <= 100 and (why := _no_share(figure, n, [1, *repeats], 100)):
@@ -514,7 +514,7 @@ def part_findings(document: Document) -> Iterator[CardFinding]:
 def _another_share(found: re.Match[str]) -> str:
     """The share of part and whole, if it differs from the stated one."""
     part, whole = whole_number(found["part"]), whole_number(found["whole"])
-    figure = parse_figure(found["share"])
+    figure = _parse_figure(found["share"])
     if figure is None or whole == 0 or part > whole or 1900 < part <= whole < 2100:
         return ""  # the latter are years
     share = Fraction(100 * part, whole)

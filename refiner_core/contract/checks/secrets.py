@@ -62,7 +62,7 @@ _LOOKS = re.compile(
 _LOGIN = re.compile(r"(?<=://)[^/\s@]++@")
 
 
-class _SecretAssignment(NamedTuple):
+class SecretAssignment(NamedTuple):
     """A value assigned to a secret's name in a text, and its position. ``is_set``: assigned by
     ``=``, ``:`` or a flag, not only adjacent."""
 
@@ -87,7 +87,7 @@ def is_secret_name(name: str) -> bool:
     return last in _LAST or last.endswith(_ENDINGS) or (before, last) == ("auth", "string")
 
 
-def assigned_secrets(text: str) -> Iterator[_SecretAssignment]:
+def assigned_secrets(text: str) -> Iterator[SecretAssignment]:
     """Positions of ``TOKEN=…``, ``--api-key …``, ``"password": "…"`` and the like in a text, except
     numbers and references such as ``$TOKEN``. Linear in the text."""
     for found in _NAME.finditer(text):
@@ -96,7 +96,7 @@ def assigned_secrets(text: str) -> Iterator[_SecretAssignment]:
             continue
         if not given["value"].startswith(_REFERENCES):
             is_set = bool(given["sign"].strip()) or found.group().startswith("-")
-            yield _SecretAssignment(
+            yield SecretAssignment(
                 found.group().lstrip("-"), given["value"], given.start("value"), is_set
             )
 

@@ -281,7 +281,7 @@ class DeskEpisode:
 
     def __init__(self, task: Task, expected: _ExpectedEpisode | None = None) -> None:
         self._task = task
-        self._expected = expected or expected_of(task)
+        self._expected = expected or _expected_of(task)
         self._begin(0)
 
     def _begin(self, seed: int) -> None:
@@ -431,7 +431,7 @@ def solution_of(task: Task) -> list[ToolCall]:
     return [ToolCall(name, dict(arguments)) for name, arguments in task.data["solution"]]
 
 
-def expected_of(task: Task) -> _ExpectedEpisode:
+def _expected_of(task: Task) -> _ExpectedEpisode:
     """Traces of a task's solution."""
     episode = DeskEpisode(task, _ExpectedEpisode((), (), (), {}, {}))
     episode.reset(0)

@@ -87,7 +87,7 @@ class _Drift(NamedTuple):
 UNKNOWN = _Drift("unknown")
 
 
-def drift_of(reference: Floats, differences: Floats) -> _Drift:
+def _drift_of(reference: Floats, differences: Floats) -> _Drift:
     """The reference's verdict on one arm.
 
     Parameters
@@ -428,7 +428,7 @@ def _check_reference(group: Group, metric: str, base: _Side, side: _Side) -> Non
     shifts = [_shift(a, b, metric) for a, b in pairs]
     known = [row for row in shifts if row is not None and len(row) == side.differences.shape[1]]
     if len(known) == len(pairs):
-        side.drift = drift_of(np.array(known), side.differences)
+        side.drift = _drift_of(np.array(known), side.differences)
 
 
 def _shift(one: PromptMeans | None, other: PromptMeans | None, metric: str) -> Floats | None:

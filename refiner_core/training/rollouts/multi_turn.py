@@ -60,7 +60,7 @@ from refiner_core.training.rollouts.single_turn import Attempts, SingleTurnTask,
 
 
 @dataclass(frozen=True)
-class _EpisodeBatch(RolloutBatch):
+class EpisodeBatch(RolloutBatch):
     """A step's episodes. ``records`` has one entry per sample, ``weights`` one per group: the
     curriculum's factor, already applied to the advantages."""
 
@@ -112,7 +112,7 @@ def form_episode_groups(
     records: Sequence[EpisodeRecord],
     grpo: GrpoConfig,
     weight: Callable[[str], float],
-) -> _EpisodeBatch:
+) -> EpisodeBatch:
     """Advantages within each task's samples. ``weight(sample_id)`` is the factor on a task's
     advantages, applied after the statistics of its group."""
     size, kind = grpo.num_samples_per_prompt_rollout, grpo.advantage_normalization_type
@@ -122,7 +122,7 @@ def form_episode_groups(
         GroupAdvantages(tuple(v if v is None else w * v for v in group.values), group.dropped)
         for w, group in zip(weights, plain.groups, strict=True)
     ]
-    return _EpisodeBatch(plain.samples, plain.results, tuple(groups), tuple(records), weights)
+    return EpisodeBatch(plain.samples, plain.results, tuple(groups), tuple(records), weights)
 
 
 #: Counts of a step that the report sums.
@@ -147,7 +147,7 @@ def record_of(sample: RolloutSample) -> EpisodeRecord:
 # ---------------------------------------------------------------- metrics and rows
 
 
-def attempts(batch: _EpisodeBatch) -> dict[str, tuple[int, int]]:
+def attempts(batch: EpisodeBatch) -> dict[str, tuple[int, int]]:
     """Attempts and successes of a step, by task. Infrastructure errors are no attempts; episodes
     that are excluded from training on purpose are."""
     found: dict[str, tuple[int, int]] = {}
@@ -158,7 +158,7 @@ def attempts(batch: _EpisodeBatch) -> dict[str, tuple[int, int]]:
     return found
 
 
-def episode_metrics(batch: _EpisodeBatch) -> dict[str, float]:
+def episode_metrics(batch: EpisodeBatch) -> dict[str, float]:
     """Metrics of a step's episodes. Rates and means of outcomes are over those with an outcome;
     turns and tokens over all. ``val/stop_rate``: share not ended by a limit of turns or context."""
     records = batch.records
@@ -210,7 +210,7 @@ def _outcomes(ended: Sequence[EpisodeRecord]) -> Iterator[tuple[str, float]]:
                 yield f"episodes/{name}/{record.domain}", value
 
 
-def episode_rows(step: int, batch: _EpisodeBatch) -> list[dict[str, Any]]:
+def episode_rows(step: int, batch: EpisodeBatch) -> list[dict[str, Any]]:
     """One row per episode: the columns of single answers, plus ``own`` (mask of the model's
     tokens), ``episode`` (the record as JSON, without durations, which are not reproducible) and
     ``curriculum_weight``. A log-probability is None if the model did not sample the token."""
@@ -332,7 +332,7 @@ class MultiTurnTask(SingleTurnTask):
 
     def groups(
         self, samples: Sequence[RolloutSample], results: Sequence[RewardResult]
-    ) -> _EpisodeBatch:
+    ) -> EpisodeBatch:
         """Advantages, times the curriculum's weights before this step."""
         return form_episode_groups(
             samples,

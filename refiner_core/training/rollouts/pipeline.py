@@ -65,7 +65,7 @@ FORMAT_VERSION = 1
 
 
 @dataclass
-class _SamplingRound:
+class SamplingRound:
     """Prompts that are sampled together: the only round of a step, except with active sampling.
 
     ``made`` has this rank's own completions by place, and ``read`` their samples on rank 0;
@@ -97,7 +97,7 @@ class PendingBatch:
     version: int
     epoch: int
     cursor: int
-    rounds: list[_SamplingRound] = field(default_factory=list)
+    rounds: list[SamplingRound] = field(default_factory=list)
     settled: bool = False
     cut_short: bool = False
     lost: bool = False
@@ -269,7 +269,7 @@ class Pipeline:
         for pending in self._after(step):
             self._finish(pending, clock)
         self._sync(step, clock)
-        part, apart = _SamplingRound((), wanted), PendingBatch(step, step, 0, 0)
+        part, apart = SamplingRound((), wanted), PendingBatch(step, step, 0, 0)
         self._run(partial(self._work, apart, part, self._share(part)), part)
         self._collect(part, clock)
         return part.samples
@@ -340,7 +340,7 @@ class Pipeline:
             made = None if results is None else [RewardResult(**result) for result in results]
             indices = tuple(part["prompts"])
             pending.rounds.append(
-                _SamplingRound(indices, wanted, collected=True, samples=samples, results=made)
+                SamplingRound(indices, wanted, collected=True, samples=samples, results=made)
             )
         return pending
 
@@ -413,7 +413,7 @@ class Pipeline:
     ) -> None:
         """Sample a further round of a batch, in the thread or synchronously."""
         pending.epoch, pending.cursor = self._position
-        part = _SamplingRound(indices, self.turn_task.wanted(self.prompts, pending.step, indices))
+        part = SamplingRound(indices, self.turn_task.wanted(self.prompts, pending.step, indices))
         if self.ranks.rank == 0:
             part.rewards = self.turn_task.rewards(patient=self.behind > 0)
         pending.rounds.append(part)
@@ -425,7 +425,7 @@ class Pipeline:
         with clock.time("generate"):
             self._run(partial(work, tell=True), part)
 
-    def _run(self, work: Callable[[], None], part: _SamplingRound) -> None:
+    def _run(self, work: Callable[[], None], part: SamplingRound) -> None:
         """Sample this rank's share now; its error is raised when the round is collected."""
         part.future = Future()
         try:
@@ -438,7 +438,7 @@ class Pipeline:
     def _read(self, wanted: PlannedSample, completion: Completion) -> RolloutSample:
         return self.turn_task.read(self.engine.tokenizer, wanted, completion)
 
-    def _share(self, part: _SamplingRound) -> list[int]:
+    def _share(self, part: SamplingRound) -> list[int]:
         """Places that this rank samples: whole groups, so that each prompt is encoded once."""
         rank, world = self.ranks.rank, self.ranks.world
         if not self.policy.every_rank:
@@ -449,7 +449,7 @@ class Pipeline:
     def _work(
         self,
         pending: PendingBatch,
-        part: _SamplingRound,
+        part: SamplingRound,
         places: Sequence[int],
         *,
         tell: bool = False,
@@ -490,7 +490,7 @@ class Pipeline:
                 pending.cut_short = True
                 raise
 
-    def _wait(self, part: _SamplingRound) -> BaseException | None:
+    def _wait(self, part: SamplingRound) -> BaseException | None:
         """Wait for this rank's share; returns its error."""
         while part.future is not None:
             try:
@@ -499,7 +499,7 @@ class Pipeline:
                 self._tell("generate", len(part.made), len(part.wanted))
         return None
 
-    def _collect(self, part: _SamplingRound, clock: StepTimer) -> None:
+    def _collect(self, part: SamplingRound, clock: StepTimer) -> None:
         """Gather all ranks' samples on rank 0, once they are finished."""
         if part.collected:
             return
@@ -511,7 +511,7 @@ class Pipeline:
         part.future, part.made, part.read, part.collected = None, {}, {}, True
 
     def _put_together(
-        self, part: _SamplingRound, shares: Sequence[Mapping[int, Completion]]
+        self, part: SamplingRound, shares: Sequence[Mapping[int, Completion]]
     ) -> None:
         made = {place: completion for share in shares for place, completion in share.items()}
         part.samples = [
@@ -521,7 +521,7 @@ class Pipeline:
         if part.rewards is not None:
             self.turn_task.ask(part.rewards, dict(enumerate(part.samples)))
 
-    def _judge_round(self, pending: PendingBatch, part: _SamplingRound) -> None:
+    def _judge_round(self, pending: PendingBatch, part: SamplingRound) -> None:
         def ask() -> None:
             if part.results is not None:
                 return

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,8 @@ class Policy:
 
     def cancel(self) -> None:
         """Stop a :meth:`generate` or :meth:`turns` running in another thread, at its next sign of
-        life; it raises :class:`SamplingCancelled`, or the desk's own exception for a stop."""
+        life; it raises :class:`~concurrent.futures.CancelledError`, or the scheduler's own
+        exception."""
         self._stop.set()
 
     def cancelled(self) -> bool:
@@ -87,9 +89,9 @@ class Policy:
         return self._stop.is_set()
 
     def stop_if_cancelled(self) -> None:
-        """Raise :class:`SamplingCancelled` after :meth:`cancel`."""
+        """Raise :class:`~concurrent.futures.CancelledError` after :meth:`cancel`."""
         if self._stop.is_set():
-            raise SamplingCancelled
+            raise CancelledError
 
     def _sampling(self) -> Generator:
         self.stop_if_cancelled()
@@ -102,10 +104,6 @@ class Policy:
 #: and GPUs: to rank 0, which gets the generator, and with servers on several nodes to all ranks,
 #: where the first rank of another node saves the weights for its servers.
 OpenServers = Callable[[Engine], "AbstractContextManager[VllmGenerator | SaveWeights | None]"]
-
-
-class SamplingCancelled(Exception):
-    """Sampling was stopped because the stage ends."""
 
 
 class CopyPolicy(Policy):
