@@ -6,9 +6,9 @@ message for the orchestrator (``flow_run``, ``gone``). Prefect's own output goes
 which is a log file.
 
 Nothing waits for it. It finds or starts the server, and only then imports Prefect. It ends with the
-call, when its server was stopped (`refiner server stop`), or when one that it cannot restart is
-gone; after the death of its own server it starts again with the next one, and the flow run catches
-up.
+call, or when a server that it cannot restart is gone. After the death of its own server it starts
+again with the next one, and the flow run catches up; one that was stopped (`refiner server stop`)
+it does not start, but waits for somebody who does.
 """
 
 from __future__ import annotations
@@ -123,24 +123,25 @@ class _Attach:
         self._begin_again(server)
 
     def _begin_again(self, server: ServerInfo) -> NoReturn:
-        tried = int(environment().get(_TRIED, "0")) + 1
         stopped = server.ours and was_stopped()
-        if tried == 1:
+        tried = int(environment().get(_TRIED, "0")) + (not stopped)
+        if stopped or tried == 1:
             what = "was stopped" if stopped else "is gone"
             self._tell(gone=f"Prefect's server at {server.url} {what}.")
-        if stopped or (server.ours and tried >= _TRIES):
+        if server.ours and tried >= _TRIES:
             os._exit(4)
-        while (
-            not server.ours
-            and orchestrator_of(self._space, self._call).works
-            and not _answers(server)
-        ):
+        while (was_stopped() if server.ours else not _answers(server)) and self._works():
             time.sleep(_LOOK_EVERY_S)
+        if server.ours and was_stopped():
+            os._exit(4)
         for name in server.client_env():  # the next server has others
             os.environ.pop(name, None)
         os.environ[_TRIED] = str(tried)
         sys.stderr.flush()
         os.execv(sys.executable, [sys.executable, "-P", "-m", "flows.attach", *sys.argv[1:]])
+
+    def _works(self) -> bool:
+        return orchestrator_of(self._space, self._call).works
 
     def _tell(self, **message: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # the orchestrator has ended
