@@ -246,7 +246,10 @@ def _removal_lines(removal: Removal) -> Iterator[str]:
         what.insert(0, counted(len(plan.sweeps), "sweep"))
     again = f"{hours(cost.gpu_hours)} GPU-hours" if cost.gpu_hours else ""
     again = again or f"{hours(cost.cpu_hours)} CPU-hours"
-    yield f"{', '.join(what)} go, {size(plan.bytes)}; to make them again took {again}"
+    if not (plan.runs or plan.sweeps):
+        yield "Nothing goes."
+    else:
+        yield f"{', '.join(what)} go, {size(plan.bytes)}; making them took {again}"
     yield from (f"  goes: {name}" for name in (*plan.sweeps, *plan.runs))
     yield from (f"  stays: stage {i}, which {run} has too" for i, run in plan.shared.items())
     yield from (f"  stays: {name}, {reason}" for name, reason in plan.refused.items())

@@ -447,7 +447,7 @@ def _environment_lines(
 
 
 def _recipes() -> Listing:
-    """Recipes, with the GPUs that the largest stage of each requests."""
+    """Recipes, with the GPUs that each requests at once."""
     from flows.plans import list_recipes
 
     found = list_recipes()
@@ -458,9 +458,13 @@ def _recipes() -> Listing:
 
 
 def _gpus(config: RecipeConfig) -> str:
-    """GPUs of its largest stage, over all nodes."""
-    stages = [getattr(config, name).resources for name in config.stages]
-    return str(max((r.gpus * r.nodes for r in stages), default=0) or "none")
+    """GPUs of the jobs that need the most at the same time: a stage and its services."""
+    from flows.checking.sources import resolve_sources
+    from refiner_core.contract.placement import all_gpus, stages_at_once
+    from refiner_core.contract.plan import make_plan
+
+    together = stages_at_once(make_plan(config, resolve_sources(config)).stages)
+    return " + ".join(str(all_gpus(stage)) for stage in together) or "none"
 
 
 def _profiles() -> Listing:

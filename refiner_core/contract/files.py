@@ -248,8 +248,8 @@ def parquet_rows(
 
 def shipped_files(package: str) -> dict[str, Path]:
     """Names and files of a package's shipped YAML; files with a leading ``_`` are parts."""
-    folder = Path(str(resources.files(package)))
-    return {p.stem: p for p in sorted(folder.glob("*.yaml")) if not p.stem.startswith("_")}
+    files = Path(str(resources.files(package))).glob("*.yaml")
+    return {p.stem: p for p in sorted(files, key=lambda p: p.stem) if not p.stem.startswith("_")}
 
 
 def find_file(
