@@ -173,16 +173,16 @@ def _forecast(info: SystemInfo) -> CheckResult | None:
 
     if info.plan is None:
         return None
-    room = planned_space([info.plan])
-    needed, free = room.forecast.needed_bytes, room.free_bytes
+    space = planned_space([info.plan])
+    needed, free = space.forecast.needed_bytes, space.free_bytes
     what = f"takes up to {size(needed)}; {size(free)} are free"
-    if room.forecast.unknown:
-        what += f"; unknown: {', '.join(room.forecast.unknown)}"
-    if not room.forecast.stages:
+    if space.forecast.unknown:
+        what += f"; unknown: {', '.join(space.forecast.unknown)}"
+    if not space.forecast.stages:
         what = f"nothing is left to write; {size(free)} are free"
     why = "the run pauses when the disk is full, and continues when there is space"
     fix = f"refiner plan {info.recipe} --disk"
-    return fine(what) if room.fits else found("warning", what, fix, why)
+    return fine(what) if space.fits else found("warning", what, fix, why)
 
 
 # ---------------------------------------------------------------- the judge

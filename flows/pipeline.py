@@ -58,7 +58,7 @@ def pipeline(
         fields = [f"workspace={workspace}"]
         fields += [] if seed is None else [f"seed={seed}"]
         fields += [f"tracking.notes={json.dumps(notes)}"] if notes else []
-        _, room, record = begin_run(recipe, [*fields, *overrides])
-        return RecordedCall.of_run(room, record.run)
+        _, ws, record = begin_run(recipe, [*fields, *overrides])
+        return RecordedCall.of_run(ws, record.run)
 
     return carry_out(recipe, folder, begin)

@@ -224,8 +224,8 @@ def _deployments(
     from flows.pipeline import pipeline
     from flows.sweep import sweep
 
-    room = Path(workspace or "runs").expanduser().absolute()
-    where = {"workspace": str(room), "folder": str(Path.cwd())}
+    root = Path(workspace or "runs").expanduser().absolute()
+    where = {"workspace": str(root), "folder": str(Path.cwd())}
     common: dict[str, Any] = {"tags": [NAME], "entrypoint_type": EntrypointType.MODULE_PATH}
     named = dict(zip(["recipe"], what["recipe"], strict=False))
     of_sweep = dict(zip(["sweep"], what["sweep"], strict=False))

@@ -125,10 +125,10 @@ def _why_left(run: FlowRun) -> str:
 
 def _by_its_records(run: FlowRun) -> str:
     """As :func:`_why_left` for a follower on another host, by the records of the orchestrator."""
-    name, room = str(run.parameters.get("run", "")), str(run.parameters.get("workspace", ""))
+    name, root = str(run.parameters.get("run", "")), str(run.parameters.get("workspace", ""))
     call = name if f"run:{name}" in run.tags else sweep_call(name)
     try:
-        who = orchestrator_of(Workspace.read_only(room), call)
+        who = orchestrator_of(Workspace.read_only(root), call)
     except (RefinerError, OSError) as error:  # a workspace that this host cannot read
         log.info("%s is left as it is: %s", run.name, error)
         return ""

@@ -336,10 +336,10 @@ def _reclaimed(done: ReclaimResult, dry_run: bool) -> Iterator[str]:
 
 
 def _lines(used: Sequence[UsageRow], found: dict[str, Any]) -> Iterator[str]:
-    room, inodes = found["room"], found["room"]["free_inodes"]
+    space, inodes = found["room"], found["room"]["free_inodes"]
     more = "" if inodes is None else f"; {inodes:,} more files fit"
     yield f"{found['data']}: {found['status']}"
-    yield f"  {size(room['free_bytes'])} free, by {room['source']}{more}"
+    yield f"  {size(space['free_bytes'])} free, by {space['source']}{more}"
     total = found["total"]
     yield (
         f"  {size(total['bytes'])} in this workspace, {total['inodes']:,} files; of it "

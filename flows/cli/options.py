@@ -220,9 +220,9 @@ def show_listing(
 ) -> None:
     """Print a line per row, its last text cut to the width, then suggested commands."""
     others = zip(*(row[:-1] for row in [header, *rows]), strict=True)
-    room = shutil.get_terminal_size((_WIDTH, 24)).columns
-    room -= sum(max(map(len, column)) + 2 for column in others)
-    width = max(room, _LEAST)
+    left = shutil.get_terminal_size((_WIDTH, 24)).columns
+    left -= sum(max(map(len, column)) + 2 for column in others)
+    width = max(left, _LEAST)
     cut = [(*row[:-1], textwrap.shorten(row[-1], width, placeholder=" …")) for row in rows]
     show(as_json, value, lambda: table_lines(cut, header), following, gap=True)
 

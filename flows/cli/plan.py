@@ -61,9 +61,9 @@ def plan_command(
         click.echo("")
         done = {f.stage.name for f in forecast(plan) if f.action == "skip"}
         print_lines(time_lines([one for one in times if one.stage not in done], plan, gpu))
-    room = disk_of_plan(plan).room
+    space = disk_of_plan(plan).room
     if as_json:
-        value = {**plan_json(plan, forecast(plan)), "disk": _disk_json(room)}
+        value = {**plan_json(plan, forecast(plan)), "disk": _disk_json(space)}
         value |= {
             "memory": memory_json(plan),
             "time": times_json(times),
@@ -74,36 +74,36 @@ def plan_command(
         value["gpus"] = gpus_json(plan)
         print_json(value)
         return
-    _show_disk(room, stages=with_disk)
+    _show_disk(space, stages=with_disk)
 
 
-def _show_disk(room: PlannedSpace, *, stages: bool) -> None:
+def _show_disk(space: PlannedSpace, *, stages: bool) -> None:
     """Print the disk use of the plan: one line if it does not fit, the full table on request."""
     from flows.disk import LESS_ROOM
 
-    found = room.forecast
+    found = space.forecast
     if stages:
         rows = [(s.stage.name, size(s.peak), size(s.final), s.basis) for s in found.stages]
         click.echo("")
         print_lines(table_lines(rows, ("stage", "at most", "at the end", "by")))
-    if stages or not room.fits:
-        verdict = "fits" if room.fits else "does not fit"
-        more = f" and {size(room.reclaimable_bytes)} can be freed" * bool(room.reclaimable_bytes)
+    if stages or not space.fits:
+        verdict = "fits" if space.fits else "does not fit"
+        more = f" and {size(space.reclaimable_bytes)} can be freed" * bool(space.reclaimable_bytes)
         unknown = f"; unknown: {', '.join(found.unknown)}" * bool(found.unknown)
         click.echo(
-            f"\ndisk: needs {size(found.needed_bytes)}, {size(room.free_bytes)} are free{more} "
-            f"({room.source}): {verdict}{unknown}"
+            f"\ndisk: needs {size(found.needed_bytes)}, {size(space.free_bytes)} are free{more} "
+            f"({space.source}): {verdict}{unknown}"
         )
-    if not room.fits:
+    if not space.fits:
         click.echo(f"Reduce this with {LESS_ROOM}.")
 
 
-def _disk_json(room: PlannedSpace) -> dict[str, Any]:
+def _disk_json(space: PlannedSpace) -> dict[str, Any]:
     """A disk forecast as JSON."""
-    found = room.forecast
+    found = space.forecast
     return {
         **picked(found, "needed_bytes", "peak_bytes", "final_bytes"),
-        **picked(room, "fits", "free_bytes", "reclaimable_bytes", "source"),
+        **picked(space, "fits", "free_bytes", "reclaimable_bytes", "source"),
         "stages": [
             {
                 **{"stage": s.stage.name, "peak_bytes": s.peak, "final_bytes": s.final},

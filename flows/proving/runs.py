@@ -378,7 +378,7 @@ def _prove(
             fix="use more --steps",
         )
     tell(f"comparing {one.kind}")
-    sides = [_read_trained(room, one.short.id) for room in (straight, other)]
+    sides = [_read_trained(side, one.short.id) for side in (straight, other)]
     return ResumeProof(
         version=PROOF_VERSION,
         recipe=plans.config.recipe,

@@ -211,11 +211,11 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
         workspace.write_run(run)
         return plan, workspace, run
 
-    room = refuse_what_never_fits(plan)
-    if not room.fits:
+    space = refuse_what_never_fits(plan)
+    if not space.fits:
         print_line(
-            f"This run needs up to {size(room.forecast.needed_bytes)} at a time, and "
-            f"{size(room.free_bytes)} are free (by {room.source}). It pauses when the disk is "
+            f"This run needs up to {size(space.forecast.needed_bytes)} at a time, and "
+            f"{size(space.free_bytes)} are free (by {space.source}). It pauses when the disk is "
             f"full. Reduce this with {LESS_ROOM}"
         )
     for note in planning_notes(plan):
@@ -234,18 +234,18 @@ def refuse_what_never_fits(plan: Plan) -> PlannedSpace:
     """
     from flows.disk import planned_space
 
-    room = planned_space([plan])
+    space = planned_space([plan])
     # A file system without a size (/proc) holds nothing: opening the workspace reports that.
-    if room.never_fits and room.limit_bytes and plan.config.disk.too_small == "refuse":
+    if space.never_fits and space.limit_bytes and plan.config.disk.too_small == "refuse":
         raise NoSpaceError(
-            f"This run needs {size(room.forecast.sure_bytes)} at one time, and "
-            f"{plan.config.workspace} can never hold more than {size(room.limit_bytes)} (by "
-            f"{room.source})",
+            f"This run needs {size(space.forecast.sure_bytes)} at one time, and "
+            f"{plan.config.workspace} can never hold more than {size(space.limit_bytes)} (by "
+            f"{space.source})",
             expected="a disk and a quota that hold two checkpoints and the weights",
             fix="name another `workspace=`, have the limit raised, or start it anyway and wait "
             "with `disk.too_small=wait`",
         )
-    return room
+    return space
 
 
 def warn_of_silence(config: RecipeConfig) -> None:
@@ -525,13 +525,13 @@ def resume_run(
     """
     root = Path(workspace).absolute()
     run = run_to_resume(Workspace.read_only(root), run_id)
-    room = with_space(from_json(RecipeConfig, run.config), lambda: Workspace.open(root))
+    ws = with_space(from_json(RecipeConfig, run.config), lambda: Workspace.open(root))
     with in_folder(run.provenance.get("folder")):
-        plan = plan_of_run(room, run)
+        plan = plan_of_run(ws, run)
         check_supported(plan.config)
         launch = LaunchOptions(use_server, quiet, take_over=take_over, resumed=True)
-        command = ["refiner", "resume", run.run, f"workspace={room.root}"]
-        return work_on(plan, room, run, launch, command)
+        command = ["refiner", "resume", run.run, f"workspace={ws.root}"]
+        return work_on(plan, ws, run, launch, command)
 
 
 def publish_run(

@@ -391,7 +391,7 @@ CHECKS = (
     ),
     DoctorCheck("workspace", "folder", _folder, 10, lambda x: x.recipe, _HUNG),
     DoctorCheck("workspace", "file system", _file_system, 20, lambda x: x.recipe, _HUNG),
-    DoctorCheck("workspace", "room", _space, limit_s=45, hung=_HUNG),
+    DoctorCheck("workspace", "space", _space, limit_s=45, hung=_HUNG),
     DoctorCheck("gpu", "GPUs", _gpus, 2 * _SMI_S + _TORCH_S, lambda info: info.gpus, "nvidia-smi"),
     DoctorCheck(
         "vllm", "servers", _rollouts, _LIMIT_S, lambda x: x.rollout_servers and not x.on_slurm

@@ -148,9 +148,9 @@ def test_the_environment_of_servers_is_checked_in_its_own_shell(tmp_path: Path) 
 def test_free_space_is_that_of_the_quota(tmp_path: Path) -> None:
     with quota_folder(tmp_path / "q", 64) as disk:
         found = examine("tiny", [f"workspace={disk.folder / 'runs'}"], only=["workspace"])
-        room = named(found, "workspace", "room")
-        assert "btrfs qgroup" in room.what
-        assert room.fix == f"refiner disk --reclaim workspace={disk.folder / 'runs'}"
+        space = named(found, "workspace", "space")
+        assert "btrfs qgroup" in space.what
+        assert space.fix == f"refiner disk --reclaim workspace={disk.folder / 'runs'}"
         assert named(found, "workspace", "file system").ok
         forecast = named(found, "workspace", "forecast")
         assert forecast.state == "warning"
@@ -162,7 +162,7 @@ def test_a_full_file_system_is_a_finding(tmp_path: Path) -> None:
     with small_tmpfs(tmp_path / "full", mib=16) as folder:
         fill(folder / "filler")
         found = examine("tiny", [f"workspace={folder / 'runs'}"], only=["workspace"])
-    assert named(found, "workspace", "room").state == "broken"
+    assert named(found, "workspace", "space").state == "broken"
     full = named(found, "workspace", "file system")
     assert full.state == "broken"
     assert "accepts no files: No space left on device (ENOSPC)" in full.what
