@@ -360,9 +360,9 @@ def _space_of(info: SystemInfo, prefix: str, folder: Path) -> Iterator[CheckResu
     if full or space.share > disk.warn_share:
         state = doubtful(full and info.recipe and space.free_bytes < 1 << 20)
         fix = f"refiner disk --reclaim workspace={info.workspace}"
-        yield found(state, what, fix, "a run pauses when the disk is full", name=f"{prefix}room")
+        yield found(state, what, fix, "a run pauses when the disk is full", name=f"{prefix}space")
     else:
-        yield fine(what, name=f"{prefix}room")
+        yield fine(what, name=f"{prefix}space")
     if not space.knows_quota and mount.type.startswith(_SHARED):
         yield found(
             "warning",
