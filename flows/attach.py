@@ -141,7 +141,11 @@ class _Attach:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "flows.attach", *sys.argv[1:]])
 
     def _works(self) -> bool:
-        return orchestrator_of(self._space, self._call).works
+        """True if the call has an orchestrator, or its records cannot be read."""
+        try:
+            return orchestrator_of(self._space, self._call).works
+        except (OSError, RefinerError):
+            return True
 
     def _tell(self, **message: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # the orchestrator has ended
