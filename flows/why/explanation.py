@@ -128,9 +128,8 @@ def figures_of_stages(
     for stage_id in stage_ids:
         for figure in _figures(workspace, stage_id, query.names):
             if query.means(figure.value) and set(query.names) <= set(figure.words):
-                words = figure.words[
-                    : -1 if figure.model in BASELINES else None
-                ]  # all repeat floors
+                # All evaluations repeat the baselines.
+                words = figure.words[: -1 if figure.model in BASELINES else None]
                 found.setdefault((*words, figure.entry.get("protocol"), figure.value), figure)
     hits = sorted(found.values(), key=lambda f: (model_order(f.model), f.words))
     own = [figure for figure in hits if not figure.entry.get("under")]
