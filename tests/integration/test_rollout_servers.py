@@ -360,7 +360,6 @@ def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
     tmp_path: Path, small: tuple[str, ...], with_data: Callable[[Path], Path]
 ) -> None:
     workspace = with_data(tmp_path / "runs")
-    before = set(Path("/dev/shm").iterdir())
     process = start(
         *("run", "tiny", f"workspace={workspace}", "--no-server", *small, "stages=[data,grpo]"),
         *("grpo.generation_backend=vllm", "grpo.async_steps=1", "grpo.num_training_steps=4"),
@@ -370,6 +369,10 @@ def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
     try:
         wait_until(lambda: stage.steps()[1:], "the second step")
         [server] = serving(stage.folder)
+        trainer = stage.worker
+        assert trainer is not None
+        weights = f"refiner-rollouts-*-{trainer.pid}-*"
+        assert [*Path("/dev/shm").glob(weights)]
         server.kill()
         _, errors = process.communicate(timeout=400)
     finally:
@@ -387,8 +390,7 @@ def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
     # One step older, on servers of another writing: near, and not the same.
     assert all(line.metrics.get("val/sampler_logprob_gap", 0) < 0.5 for line in lines)
     assert not marked(stage.folder)
-    left = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
-    assert not {name for name in left if name.startswith("refiner-rollouts")}
+    assert not [*Path("/dev/shm").glob(weights)]
 
 
 @pytest.mark.timeout(900)
