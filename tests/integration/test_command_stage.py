@@ -75,7 +75,7 @@ class Story:
 
     def attempt(self) -> AttemptOutcome:
         """Run the next attempt to its end."""
-        self.begin().wait(60)
+        self.begin().wait(400)
         return self.outcome
 
     @property
@@ -123,7 +123,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Story:
     settings = {**os.environ, "REFINER_OUTPUT": str(story.work)}
     stale = subprocess.Popen(["sleep", "600"], env=settings, start_new_session=True)
     assert story.attempt().failure == "none", story.log
-    assert stale.wait(5) == -signal.SIGKILL
+    assert stale.wait(60) == -signal.SIGKILL
     return story
 
 

@@ -152,7 +152,7 @@ def test_a_publisher_killed_while_it_sends_loses_nothing(hub: LoopbackHub, tmp_p
         died.set()
 
     hub.faults = [Fault("call", where=lambda r: r.method == "PUT", does=kill)]
-    assert died.wait(60), dying.communicate()
+    assert died.wait(400), dying.communicate()
     assert set(hub.contents(REPO)) == {".gitattributes"}, "nothing counts before all of it is there"
     published = target(hub).publish(publication(tmp_path, 50))
     assert hub.refs(REPO) == {"heads/main": published.commit, "tags/step-50": published.commit}

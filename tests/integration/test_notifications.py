@@ -174,7 +174,7 @@ def test_a_killed_orchestrator_and_the_end_of_its_run_are_reported(place: Place)
     assert place.told[0]["cause"] == "orchestrator_gone"
     assert place.told[0]["next"] == f"refiner resume {place.run} workspace={place.root}"
     wait_for(lambda: child not in senders())
-    assert place.start(notify, place.run).wait(120) == 0
+    assert place.start(notify, place.run).wait(400) == 0
     assert place.kinds == ["failed", "finished"]
 
 

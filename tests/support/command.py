@@ -144,7 +144,7 @@ def on_terminal(*args: str) -> bytes:
         while piece := os.read(leader, 65536):
             said += piece
     os.close(leader)
-    assert process.wait(60) == 0, said
+    assert process.wait(400) == 0, said
     return said
 
 

@@ -86,7 +86,7 @@ class RecordedCall:
     def end(self, code: int = 0) -> None:
         """Have the orchestrator end."""
         self.note({"end": code})
-        self._process.wait(60)
+        self._process.wait(400)
 
     def _listen(self) -> None:
         assert self._process.stdout is not None

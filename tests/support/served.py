@@ -82,4 +82,4 @@ def served_in(folder: Path, *files: str, **env: str) -> Iterator[Served]:
         yield Served(prefect, folder)
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(120)
+        process.wait(400)

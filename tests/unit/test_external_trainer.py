@@ -464,7 +464,7 @@ def test_a_renamed_process_is_known_by_its_mark(tmp_path: Path) -> None:
             "another folder whose name begins alike"
         )
         assert kill_stale_processes(tmp_path / "servers") == 1
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
     finally:
         process.kill()
         process.communicate()

@@ -432,7 +432,7 @@ def test_processes_that_a_server_left_or_that_ignore_the_end_are_killed(tmp_path
     orphan = subprocess.Popen(["sleep", "100"], env=environment, start_new_session=True)
     wait_until(lambda: MARK in psutil.Process(orphan.pid).environ(), "its environment")
     with server_of(tmp_path, own("stubborn")) as server:
-        assert orphan.wait(10) == -signal.SIGKILL
+        assert orphan.wait(60) == -signal.SIGKILL
         running = group_of(server)
         assert running
         server.stop(0.3)
